@@ -1,0 +1,276 @@
+"""The configuration of a run: one frozen struct per component, from YAML and `key=value`, checked before all else.
+
+Reading a configuration imports neither torch nor an engine, so that a mistyped key is answered at once.
+"""
+
+import difflib
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import yaml
+from drivetrain_learner.config import LearnerConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run. The message is one line that names the key, the value and the mend."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The policy to train; critic and reference start from it."""
+
+    source: str = "embedded"
+    """`embedded` (a small model made and warm-started on the spot), `smollm2`, a local folder, or a Hugging Face id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type of learner and engine. Masters and optimizer states are float32 either way."""
+
+
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where prompts and their answers come from."""
+
+    source: str = "sort_letters"
+    """`sort_letters`, `reasoning_gym:NAME`, or a path ending in .jsonl or .parquet."""
+    train_size: int = 32768
+    """Prompts to generate for training (generated tasks), or the most to read (files)."""
+    held_out: int = 512
+    """Prompts kept apart for evaluation."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are left out when the data is read, and counted."""
+    shuffle: bool = True
+    options: dict[str, Any] = {}
+    """Settings of the task generator itself, e.g. `{min_terms: 2, max_terms: 2}`."""
+    prompt_key: str = "prompt"
+    """JSONL: the key of the prompt (text, or a list of chat messages)."""
+    answer_key: str = "answer"
+    """JSONL: the key of the exact answer."""
+    system_prompt: str = ""
+
+
+class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Supervised training of the embedded model before PPO."""
+
+    demonstrations: int = 128
+    batch_size: int = 64
+    lr: float = 1e-3
+    target_accuracy: float = 0.30
+    """Training stops when greedy accuracy on fresh training prompts reaches this."""
+    max_steps: int = 400
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the policy is sampled, and by which engine."""
+
+    engine: str = "vllm"
+    prompts_per_step: int = 256
+    samples_per_prompt: int = 1
+    temperature: float = 1.0
+    max_response_tokens: int = 16
+    max_model_len: int | None = None
+    """Longest prompt plus response; by default `data.max_prompt_tokens + rollout.max_response_tokens`."""
+    max_num_seqs: int = 256
+    memory_fraction: float | None = None
+    """Share of the accelerator's memory the engine may take; by default the accelerator profile's."""
+    kv_cache_bytes: int | None = None
+    enforce_eager: bool | None = None
+    """Neither compile nor capture graphs; by default on a CPU only."""
+    engine_args: dict[str, Any] = {}
+    """Passed to the engine as they are."""
+    workers: int = 1
+    spawn: bool = True
+    """Start the workers on this machine; otherwise wait for `drivetrain-ppo rollout-worker --join` to come."""
+    listen: str = "tcp://127.0.0.1:0"
+    """Where workers join. Off this machine, CURVE keys are needed."""
+    keys: str | None = None
+    """Folder of CURVE keys (`drivetrain-ppo keys FOLDER` makes one)."""
+    join_timeout: float = 300.0
+    timeout: float = 600.0
+    """Seconds one request may take before it counts as failed."""
+
+
+class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Proximal policy optimisation (https://arxiv.org/abs/1707.06347) with a critic."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    value_clip: float = 0.2
+    kl_coef: float = 0.01
+    """Weight of the KL penalty to the reference in the per-token rewards."""
+    kl: Literal["k1", "abs", "k2", "k3"] = "k1"
+    entropy_coef: float = 0.01
+    epochs: int = 2
+    minibatches: int = 2
+    whiten: bool = True
+    loss_aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
+
+
+class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How responses are scored."""
+
+    function: str = "exact_match"
+    """`exact_match`, `math_answer`, `reasoning_gym`, or `module:function` from a RewardRequest to a number."""
+    workers: int = 1
+    deadline: float = 10.0
+    """Seconds one call may take; after that its sample is failed, not scored 0."""
+    max_failure_rate: float = 0.1
+    """The run stops when more than this share of a step's samples fails."""
+
+
+class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The run as a whole."""
+
+    steps: int = 120
+    device: str = "auto"
+    """`auto`, `cpu`, or the accelerator's name."""
+    eval_every: int = 10
+    checkpoint_every: int = 20
+    keep_checkpoints: int = 2
+    max_staleness: int = 0
+    """Optimizer steps a rollout may be behind the learner and still be trained on."""
+    logprob_diff_limit: float | None = None
+    """Mean |engine - learner| log-prob above which the run stops; by default 1e-4 in float32 and 0.05 in bfloat16."""
+    stop_reward: float | None = None
+    """Stop early when held-out reward reaches this."""
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything about one run."""
+
+    name: str = "ppo"
+    seed: int = 1
+    run_dir: str | None = None
+    """Where the run writes; by default `runs/NAME-DATE`."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    actor: LearnerConfig = LearnerConfig(lr=1e-6)
+    critic: LearnerConfig = LearnerConfig(lr=5e-6)
+    trainer: TrainerConfig = TrainerConfig()
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-4` as a string; people mean the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def load_config(path: str | pathlib.Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file (or start from the defaults), apply `key=value` overrides, and check the result.
+
+    Raises ConfigError with the dotted path of what is wrong and, for an unknown key, the nearest valid name.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        file = pathlib.Path(path)
+        if not file.is_file():
+            raise ConfigError(f"{file}: no such configuration file")
+        try:
+            loaded = yaml.load(file.read_text(), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(loaded, dict | None):
+            raise ConfigError(f"{file}: expected `key: value` lines, got {type(loaded).__name__}")
+        data = loaded or {}
+    for override in overrides:
+        _override(data, override)
+    return from_dict(data)
+
+
+def from_dict(data: Mapping[str, Any]) -> RunConfig:
+    """Build and check a RunConfig from plain nested mappings."""
+    _reject_unknown_keys(data)
+    try:
+        config = msgspec.convert(data, RunConfig)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `$")
+        raise ConfigError(f"{where.strip('`.') or 'configuration'}: {message}") from None
+    _check_values(config)
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override}: overrides are written key=value, e.g. trainer.steps=50")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{key}: `{parent}` holds a value, not a group of settings")
+    try:
+        data[leaf] = yaml.load(text, Loader=_Loader)  # noqa: S506
+    except yaml.YAMLError:
+        data[leaf] = text
+
+
+def _defaults() -> dict[str, Any]:
+    built: dict[str, Any] = msgspec.to_builtins(RunConfig())
+    return built
+
+
+FREE_FORM = ("data.options", "rollout.engine_args")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name not in FREE_FORM:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name
+
+
+def _reject_unknown_keys(data: Mapping[str, Any], known: Mapping[str, Any] | None = None, prefix: str = "") -> None:
+    known = _defaults() if known is None else known
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if key not in known:
+            every = [*_leaves(_defaults()), *_defaults()]
+            near = difflib.get_close_matches(name, every, n=1, cutoff=0.5) or difflib.get_close_matches(
+                str(key), [leaf.rpartition(".")[2] for leaf in every], n=1, cutoff=0.6
+            )
+            full = [leaf for leaf in every if near and leaf.endswith(near[0])]
+            raise ConfigError(f"{name}: unknown key" + (f"; did you mean `{full[0]}`?" if full else ""))
+        if isinstance(value, dict) and isinstance(known[key], dict) and name not in FREE_FORM:
+            _reject_unknown_keys(value, known[key], f"{name}.")
+
+
+def _check_values(config: RunConfig) -> None:
+    positive = {
+        "rollout.prompts_per_step": config.rollout.prompts_per_step,
+        "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
+        "rollout.max_response_tokens": config.rollout.max_response_tokens,
+        "rollout.max_num_seqs": config.rollout.max_num_seqs,
+        "rollout.workers": config.rollout.workers,
+        "rollout.timeout": config.rollout.timeout,
+        "algorithm.epochs": config.algorithm.epochs,
+        "algorithm.minibatches": config.algorithm.minibatches,
+        "data.train_size": config.data.train_size,
+        "data.max_prompt_tokens": config.data.max_prompt_tokens,
+        "reward.deadline": config.reward.deadline,
+        "reward.workers": config.reward.workers,
+        "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
+    }
+    for name, value in positive.items():
+        if value <= 0:
+            raise ConfigError(f"{name}: {value} must be above 0")
+    if config.rollout.temperature <= 0:
+        raise ConfigError(
+            f"rollout.temperature: {config.rollout.temperature} must be above 0 (a greedy policy cannot be trained)"
+        )
+    for name, share in (("algorithm.gamma", config.algorithm.gamma), ("algorithm.lam", config.algorithm.lam)):
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{name}: {share} must lie between 0 and 1")

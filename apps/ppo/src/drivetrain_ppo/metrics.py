@@ -1,0 +1,93 @@
+"""The numbers of a step. Sums are taken over all ranks before anything is divided: they do not depend on the split."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from drivetrain_algorithms import explained_variance
+from drivetrain_learner import UpdateResult
+
+from drivetrain_ppo.batch import Batch, Scored
+from drivetrain_ppo.config import RunConfig
+from drivetrain_ppo.ranks import Ranks
+from drivetrain_ppo.sampling import Collected
+
+LOGPROB_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.05}
+
+
+class LogprobMismatch(RuntimeError):
+    """Engine and learner disagree on the policy: wrong weights, another temperature, or too little precision."""
+
+
+def check_logprobs(config: RunConfig, ranks: Ranks, batch: Batch, scored: Scored) -> None:
+    """Stop before training on samples whose log-probs the learner cannot reproduce."""
+    limit = config.trainer.logprob_diff_limit
+    limit = LOGPROB_DIFF_LIMIT[config.model.dtype] if limit is None else limit
+    mean, largest = logprob_difference(ranks, batch, scored)
+    if not mean <= limit:
+        raise LogprobMismatch(
+            f"engine and learner log-probs of the same tokens differ by {mean:.2e} on average (largest {largest:.2e}); "
+            f"the limit is {limit:g}. The engine holds other weights, applies another temperature, or computes in "
+            "another type; trainer.logprob_diff_limit raises the limit"
+        )
+
+
+def logprob_difference(ranks: Ranks, batch: Batch, scored: Scored) -> tuple[float, float]:
+    """Mean and largest |rollout_logprobs - old_logprobs| over the step's response tokens."""
+    difference = (batch.rollout_logprobs - scored.old_logprobs)[batch.packed.loss_mask].abs().double()
+    total, count = ranks.reduce(torch.stack([difference.sum(), difference.new_tensor(difference.numel())])).tolist()
+    largest = ranks.maximum(difference.max() if difference.numel() else difference.new_zeros(()))
+    return total / max(count, 1.0), float(largest)
+
+
+def step_metrics(
+    ranks: Ranks,
+    collected: Collected,
+    batch: Batch,
+    scored: Scored,
+    returns: torch.Tensor,
+    actor_updates: Sequence[UpdateResult],
+    critic_updates: Sequence[UpdateResult],
+    *,
+    version: int,
+) -> dict[str, float]:
+    """Everything a step reports but its times. `version` is the learner's when the samples were taken."""
+    mask = batch.packed.loss_mask
+    kl = (scored.old_logprobs - scored.ref_logprobs)[mask].double().sum()
+    sizes = torch.tensor([float(mask.sum()), float(mask.numel())], dtype=torch.float64, device=mask.device)
+    response_tokens, labels, kl_sum = ranks.reduce(torch.cat([sizes, kl[None]])).tolist()
+    diff_mean, diff_max = logprob_difference(ranks, batch, scored)
+    rollouts = collected.rollouts
+    scores = [rollout.score for rollout in rollouts if rollout.score is not None]
+    mean = sum(scores) / len(scores)
+    staleness = [version - rollout.min_policy_version for rollout in rollouts]
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(sum((value - mean) ** 2 for value in scores) / len(scores)),
+        "reward/failed": float(sum(collected.failed.values())),
+        **_means("policy", actor_updates),
+        "policy/first_ratio_deviation": actor_updates[0].metrics["ratio_deviation"],
+        "policy/ref_kl": kl_sum / max(response_tokens, 1.0),
+        **_means("critic", critic_updates),
+        "critic/explained_variance": float(explained_variance(scored.values, returns, mask, reduce=ranks.reduce)),
+        "rollout/samples": float(len(rollouts)),
+        "rollout/tokens": labels + len(rollouts),
+        "rollout/response_tokens": response_tokens,
+        "rollout/length_mean": response_tokens / len(rollouts),
+        "rollout/truncated": sum(rollout.turns[-1].finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "rollout/logprob_diff_mean": diff_mean,
+        "rollout/logprob_diff_max": diff_max,
+        "staleness/mean": sum(staleness) / len(staleness),
+        "staleness/max": float(max(staleness)),
+    }
+
+
+def _means(area: str, updates: Sequence[UpdateResult]) -> dict[str, float]:
+    """Means over a step's optimizer steps, and how many of them were skipped."""
+    taken = {f"{area}/{name}": sum(u.metrics[name] for u in updates) / len(updates) for name in updates[0].metrics}
+    return {
+        **taken,
+        f"{area}/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        f"{area}/lr": updates[-1].lr,
+        f"{area}/skipped": float(sum(update.skipped is not None for update in updates)),
+    }

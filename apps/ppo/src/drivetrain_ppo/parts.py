@@ -1,0 +1,222 @@
+"""The pieces an assembly puts together: the task, the learners, the engines, the sampler."""
+
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from drivetrain_buffer import Ledger, RolloutBuffer
+from drivetrain_learner import Learner, PolicyModel, ValueModel, load_model
+from drivetrain_rewards import InlineRewards, RewardPool, exact_match
+from drivetrain_rollout import EngineConfig, Rollout, WeightUpdate
+from drivetrain_rollout.remote import PROTOCOL, RemoteEngine
+from drivetrain_sharding import Digest, named_tensors, shard_model
+from drivetrain_transport import Endpoint, load_keys
+
+from drivetrain_ppo import embedded, models
+from drivetrain_ppo.accelerator import Accelerator, resolve_engine
+from drivetrain_ppo.config import RewardConfig, RunConfig
+from drivetrain_ppo.data import PromptData, PromptSource, Tokenizer, load_prompts
+from drivetrain_ppo.launch import Child
+from drivetrain_ppo.ranks import Ranks
+from drivetrain_ppo.sampling import Rewards, Sampler
+from drivetrain_ppo.warm_start import warm_start
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+REWARDS = {
+    "math_answer": "drivetrain_rewards:math_answer",
+    "reasoning_gym": "drivetrain_ppo.scorers:reasoning_gym",
+}
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is trained, on what."""
+
+    model: str
+    """Folder or Hugging Face id that learner and engine start from."""
+    tokenizer: Tokenizer
+    prompts: PromptData
+    stop_token_ids: tuple[int, ...]
+
+
+def load_task(config: RunConfig, folder: pathlib.Path, *, say: Progress) -> Task:
+    """The model, its tokenizer and the prompts. The embedded model is made and warm-started in `folder` first."""
+    made = config.model.source == "embedded"
+    source = str(folder) if made else models.resolve_source(config)
+    fresh = made and not (folder / "config.json").is_file()
+    if fresh:
+        say("making the embedded model")
+        embedded.make_model(folder, seed=config.seed)
+    tokenizer = models.load_tokenizer(source)
+    prompts = load_prompts(config.data, tokenizer, seed=config.seed)
+    if prompts.left_out:
+        say(f"{prompts.left_out} prompts are empty or longer than {config.data.max_prompt_tokens} tokens and left out")
+    stop = models.stop_token_ids(source)
+    if fresh:
+        accuracy = warm_start(
+            folder,
+            tokenizer,
+            prompts.train,
+            config.warm_start,
+            stop_token_id=stop[0],
+            max_tokens=config.rollout.max_response_tokens,
+            seed=config.seed,
+            progress=lambda step, accuracy: say(f"warm start: step {step}, greedy accuracy {accuracy:.2f}"),
+        )
+        say(f"warm-started: greedy accuracy {accuracy:.2f} on fresh training prompts")
+    return Task(model=source, tokenizer=tokenizer, prompts=prompts, stop_token_ids=stop)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Learners:
+    actor: Learner[PolicyModel]
+    critic: Learner[ValueModel]
+    reference: Learner[PolicyModel]
+
+
+def build_learners(config: RunConfig, model: str, accelerator: Accelerator, ranks: Ranks) -> Learners:
+    """Actor, critic and reference from one model; sharded over the ranks when there are several."""
+    torch.manual_seed(config.seed)
+    autocast = None if config.model.dtype == "float32" else DTYPES[config.model.dtype]
+    device = device_of(accelerator)
+
+    def policy() -> PolicyModel:
+        return PolicyModel(load_model(model, device=device), autocast=autocast)
+
+    actor, reference = policy(), policy().requires_grad_(False)
+    critic = ValueModel.from_policy(actor)
+    if ranks.size > 1:
+        mesh = dist.device_mesh.init_device_mesh(accelerator.device, (ranks.size,))
+        for module in (actor, critic, reference):
+            shard_model(module, mesh)
+    return Learners(
+        actor=Learner(actor, config.actor, process_group=ranks.group),
+        critic=Learner(critic, config.critic, process_group=ranks.group),
+        reference=Learner(reference, config.actor, process_group=ranks.group),
+    )
+
+
+def device_of(accelerator: Accelerator) -> str:
+    """This rank's device: with one visible device a rank there is only number 0."""
+    if accelerator.device == "cpu":
+        return "cpu"
+    return f"{accelerator.device}:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+
+
+def gather_update(module: PolicyModel, version: int, *, dtype: torch.dtype, keep: bool) -> WeightUpdate:
+    """The policy's full named tensors, cast once to the type that the engine holds, with the digest of exactly those.
+
+    All ranks gather together, one tensor at a time; only a rank that keeps them (the one that sends) holds the result.
+    The collective is complete before anything is sent, so that a slow engine can never leave ranks waiting in a gather.
+    """
+    digest = Digest()
+    tensors = []
+    for name, tensor in named_tensors(module.model, dtype=dtype):
+        if keep:
+            digest.add(name, tensor)
+            tensors.append((name, tensor))
+    return WeightUpdate(policy_version=version, digest=digest.hexdigest(), tensors=tensors)
+
+
+def start_workers(config: RunConfig, endpoint: Endpoint, logs: pathlib.Path) -> list[Child]:
+    """Rollout workers on this machine, each joining `endpoint`."""
+    if not config.rollout.spawn:
+        return []
+    keys = [] if config.rollout.keys is None else ["--keys", config.rollout.keys]
+    return [
+        Child(
+            "rollout-worker",
+            ["--join", endpoint.address, *keys],
+            log=logs / f"rollout-worker-{index}.log",
+            environ={"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        for index in range(config.rollout.workers)
+    ]
+
+
+def listen(config: RunConfig) -> Endpoint:
+    keys = None if config.rollout.keys is None else load_keys(config.rollout.keys)
+    return Endpoint.bind(config.rollout.listen, protocol=PROTOCOL, keys=keys)
+
+
+def wait_for_engines(
+    config: RunConfig, task: Task, accelerator: Accelerator, endpoint: Endpoint, children: Sequence[Child]
+) -> list[RemoteEngine]:
+    """Engines of the workers that have joined, each started with this run's model.
+
+    Raises RuntimeError with the end of its log when a worker of ours dies, TimeoutError when too few join in time.
+    """
+    deadline = time.monotonic() + config.rollout.join_timeout
+    while len(endpoint.peers) < config.rollout.workers:
+        for child in children:
+            child.check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{len(endpoint.peers)} of {config.rollout.workers} rollout workers joined {endpoint.address} "
+                f"within {config.rollout.join_timeout:g} s"
+            )
+        time.sleep(0.05)
+    settings = engine_config(config, task, accelerator)
+    peers = endpoint.peers[: config.rollout.workers]
+    with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
+        return list(pool.map(lambda peer: RemoteEngine(peer, settings), peers))
+
+
+def engine_config(config: RunConfig, task: Task, accelerator: Accelerator) -> EngineConfig:
+    rollout = config.rollout
+    return EngineConfig(
+        engine=resolve_engine(accelerator, rollout.engine),
+        model=str(pathlib.Path(task.model).resolve()) if pathlib.Path(task.model).is_dir() else task.model,
+        dtype=config.model.dtype,
+        device=accelerator.device,
+        max_model_len=rollout.max_model_len or config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_num_seqs=rollout.max_num_seqs,
+        memory_fraction=accelerator.memory_fraction if rollout.memory_fraction is None else rollout.memory_fraction,
+        kv_cache_bytes=rollout.kv_cache_bytes,
+        seed=config.seed,
+        enforce_eager=rollout.enforce_eager,
+        engine_args=rollout.engine_args,
+        start_timeout=rollout.join_timeout,
+    )
+
+
+def build_rewards(config: RewardConfig) -> Rewards:
+    """Exact match is a comparison and runs here; anything else runs in workers that can be killed at the deadline."""
+    if config.function == "exact_match":
+        return InlineRewards(exact_match)
+    return RewardPool(
+        REWARDS.get(config.function, config.function),
+        num_workers=config.workers,
+        deadline=config.deadline,
+        max_failure_rate=config.max_failure_rate,
+    )
+
+
+def build_sampler(config: RunConfig, task: Task, engines: Sequence[RemoteEngine], ledger: Ledger) -> Sampler:
+    def on_stale(rollout: Rollout) -> None:
+        ledger.end(rollout.sample_id, "stale")
+
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    return Sampler(
+        engines=engines,
+        prompts=PromptSource(task.prompts.train, seed=config.seed, shuffle=config.data.shuffle),
+        held_out=task.prompts.held_out,
+        rewards=build_rewards(config.reward),
+        buffer=RolloutBuffer(
+            samples,
+            policy_version=lambda rollout: rollout.min_policy_version,
+            max_staleness=config.trainer.max_staleness,
+            on_stale=on_stale,
+        ),
+        ledger=ledger,
+        tokenizer=task.tokenizer,
+        config=config.rollout,
+        stop_token_ids=task.stop_token_ids,
+        seed=config.seed,
+    )

@@ -1,0 +1,51 @@
+"""Checks that cost nothing and need nothing heavy, made before a run imports or starts anything."""
+
+import pathlib
+import socket
+from urllib.parse import urlsplit
+
+from drivetrain_ppo.config import ConfigError, RunConfig
+
+RUNS = pathlib.Path("runs")
+
+
+def find_run(named: str, config: RunConfig) -> pathlib.Path:
+    """The run to resume: the one named, the configuration's, or the newest of the configuration's name."""
+    if named or config.run_dir is not None:
+        found = pathlib.Path(named or str(config.run_dir))
+        if not (found / "config.yaml").is_file():
+            raise ConfigError(f"--resume: {found} holds no run (no config.yaml)")
+        return found
+    runs = sorted(path.parent for path in RUNS.glob(f"{config.name}-*/config.yaml"))
+    if not runs:
+        raise ConfigError(f"--resume: there is no run {RUNS}/{config.name}-*; name one")
+    return runs[-1]
+
+
+def check_address(address: str, *, keys: str | None) -> None:
+    """Refuse an address that cannot be listened on: malformed, taken, or open to the network without keys."""
+    if address.startswith("ipc://"):
+        return
+    parts = urlsplit(address if "://" in address else f"tcp://{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"rollout.listen: {address!r}: {error}") from None
+    if parts.scheme != "tcp" or host is None or port is None:
+        raise ConfigError(f"rollout.listen: {address!r} is not tcp://HOST:PORT (port 0 takes a free one)")
+    if keys is not None and not pathlib.Path(keys).is_dir():
+        raise ConfigError(f"rollout.keys: {keys}: no such folder; `drivetrain-ppo keys {keys}` makes one")
+    if keys is None and not (host == "localhost" or host == "::1" or host.startswith("127.")):
+        raise ConfigError(
+            f"rollout.listen: {address} can be reached from other hosts and needs keys: "
+            "`drivetrain-ppo keys FOLDER`, then rollout.keys=FOLDER"
+        )
+    if port:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"rollout.listen: {address}: {error.strerror or error} (port 0 takes a free one)"
+                ) from None

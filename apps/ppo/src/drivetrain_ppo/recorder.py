@@ -1,0 +1,110 @@
+"""Where the loop's results go: metrics, events, the display, checkpoints."""
+
+import pathlib
+import shutil
+
+import msgspec
+from drivetrain_buffer import Ledger, LedgerMark
+from drivetrain_learner import save_checkpoint
+from drivetrain_telemetry import EventLog, Metric, MetricsWriter, RunDisplay, StageTimer, throughput
+
+from drivetrain_ppo.loop import Parts
+from drivetrain_ppo.sampling import Collected, Evaluation, SamplerState
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps beside the tensors of actor and critic."""
+
+    sampler: SamplerState
+    ledger: LedgerMark
+    reward_before: float
+
+
+class CheckpointRecorder:
+    """A rank that writes nothing: it only takes part in gathering what rank 0 saves."""
+
+    def started(self, step: int, evaluation: Evaluation) -> None: ...
+
+    def stepped(
+        self, step: int, metrics: dict[str, float], collected: Collected, evaluation: Evaluation | None
+    ) -> None: ...
+
+    def checkpoint(self, step: int, parts: Parts) -> None:  # noqa: ARG002
+        parts.actor.state_dict()
+        parts.critic.state_dict()
+        parts.ranks.barrier()
+
+
+class RunRecorder:
+    """Rank 0's recorder."""
+
+    def __init__(
+        self,
+        *,
+        metrics: MetricsWriter,
+        events: EventLog,
+        display: RunDisplay,
+        ledger: Ledger,
+        checkpoints: pathlib.Path,
+        keep_checkpoints: int,
+        timer: StageTimer,
+        reward_before: float | None,
+    ) -> None:
+        """`reward_before` is that of the run's very start when it is resumed, else None."""
+        self.reward_before = reward_before
+        self.reward_after: float | None = None
+        self._metrics = metrics
+        self._events = events
+        self._display = display
+        self._ledger = ledger
+        self._checkpoints = checkpoints
+        self._keep = keep_checkpoints
+        self._timer = timer
+
+    def started(self, step: int, evaluation: Evaluation) -> None:
+        if self.reward_before is None:
+            self.reward_before = evaluation.reward
+        self.reward_after = evaluation.reward
+        self._display.note(f"held-out reward {evaluation.reward:.3f} (greedy, {evaluation.samples} prompts)")
+        if step == 0:
+            self._metrics.write(0, _evaluated(evaluation))
+
+    def stepped(
+        self, step: int, metrics: dict[str, float], collected: Collected, evaluation: Evaluation | None
+    ) -> None:
+        record: dict[str, Metric] = {**metrics, **self._timer.metrics()}
+        record |= throughput(record)
+        record |= {f"ledger/{outcome}": count for outcome, count in ledger_counts(self._ledger).items()}
+        if evaluation is not None:
+            self.reward_after = evaluation.reward
+            record |= _evaluated(evaluation)
+        self._metrics.write(step, record)
+        self._display.step(step, record)
+        for reason, count in collected.failed.items():
+            self._events.write("samples_failed", step=step, reason=reason, count=count)
+            self._display.note(f"step {step}: {count} samples failed: {reason}")
+        if evaluation is not None:
+            self._display.note(f"step {step}: held-out reward {evaluation.reward:.3f}; sampled {collected.example}")
+
+    def checkpoint(self, step: int, parts: Parts) -> None:
+        """Write a checkpoint, and keep the newest `keep_checkpoints`."""
+        assert parts.sampler is not None
+        assert self.reward_before is not None
+        tensors = {f"actor/{name}": tensor for name, tensor in parts.actor.state_dict().items()}
+        tensors |= {f"critic/{name}": tensor for name, tensor in parts.critic.state_dict().items()}
+        state = State(sampler=parts.sampler.state(), ledger=self._ledger.mark(), reward_before=self.reward_before)
+        saved = save_checkpoint(self._checkpoints, step, tensors, msgspec.to_builtins(state))
+        for old in sorted(self._checkpoints.glob("step-*"))[: -self._keep]:
+            shutil.rmtree(old)
+        self._events.write("checkpoint", step=step, path=str(saved))
+        parts.ranks.barrier()
+
+
+def ledger_counts(ledger: Ledger) -> dict[str, int]:
+    """Samples issued, and how many ended in each way or have not yet."""
+    counts: dict[str, int] = msgspec.to_builtins(ledger.counts())
+    return counts
+
+
+def _evaluated(evaluation: Evaluation) -> dict[str, Metric]:
+    return {"eval/reward": evaluation.reward, "eval/samples": evaluation.samples, "eval/failed": evaluation.failed}

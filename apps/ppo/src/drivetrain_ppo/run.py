@@ -1,0 +1,107 @@
+"""One run on one rank or many: the pieces are made in order, then the loop has them."""
+
+import asyncio
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from drivetrain_telemetry import StageTimer, Summary
+from drivetrain_transport import Endpoint
+
+from drivetrain_ppo.accelerator import Accelerator
+from drivetrain_ppo.config import RunConfig
+from drivetrain_ppo.launch import Child
+from drivetrain_ppo.loop import Parts, train
+from drivetrain_ppo.parts import (
+    DTYPES,
+    Task,
+    build_learners,
+    build_sampler,
+    device_of,
+    gather_update,
+    listen,
+    load_task,
+    start_workers,
+    wait_for_engines,
+)
+from drivetrain_ppo.ranks import Ranks
+from drivetrain_ppo.run_dir import RunDirectory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RolloutSide:
+    """The address that workers join, and those of them that are our own children."""
+
+    endpoint: Endpoint
+    children: Sequence[Child]
+
+
+@contextlib.contextmanager
+def rollout_side(config: RunConfig, directory: RunDirectory, ranks: Ranks) -> Iterator[RolloutSide | None]:
+    """On rank 0: listen, and start the workers of this machine; on leaving, say goodbye and see them end."""
+    if not ranks.is_main:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        endpoint = listen(config)
+        try:
+            children = [stack.enter_context(child) for child in start_workers(config, endpoint, directory.logs)]
+            if not config.rollout.spawn:
+                directory.say(f"waiting for {config.rollout.workers} rollout workers to join {endpoint.address}")
+            yield RolloutSide(endpoint, children)
+        finally:
+            endpoint.close()
+
+
+def prepare(config: RunConfig, directory: RunDirectory, ranks: Ranks) -> Task:
+    """The task, made by rank 0 and then read by the others."""
+    if ranks.is_main:
+        task = load_task(config, directory.model, say=directory.say)
+    ranks.barrier()
+    if not ranks.is_main:
+        task = load_task(config, directory.model, say=directory.say)
+    return task
+
+
+def run_ranks(
+    config: RunConfig, resumed: pathlib.Path | None, *, accelerator: Accelerator, ranks: Ranks
+) -> Summary | None:
+    """Run this rank's part from start to end. Rank 0 returns what the run achieved.
+
+    The workers are started first, so that they import their engine while the model is prepared here.
+    """
+    with RunDirectory.open(config, resumed, ranks) as directory, rollout_side(config, directory, ranks) as side:
+        task = prepare(config, directory, ranks)
+        learners = build_learners(config, task.model, accelerator, ranks)
+        sampler = None
+        if side is not None:
+            with directory.working(f"starting {config.rollout.engine}"):
+                engines = wait_for_engines(config, task, accelerator, side.endpoint, side.children)
+            sampler = build_sampler(config, task, engines, directory.ledger)
+        dtype = DTYPES[config.model.dtype]
+        timer = StageTimer(synchronize=torch.cuda.synchronize if accelerator.device != "cpu" else lambda: None)
+        parts = Parts(
+            config=config,
+            ranks=ranks,
+            device=device_of(accelerator),
+            actor=learners.actor,
+            critic=learners.critic,
+            reference=learners.reference,
+            sampler=sampler,
+            weight_update=lambda module, version: gather_update(module, version, dtype=dtype, keep=ranks.is_main),
+            timer=timer,
+            recorder=directory.recorder(timer),
+            start_step=directory.restore(learners, sampler),
+        )
+        asyncio.run(_train_and_close(parts))
+        return directory.finish()
+
+
+async def _train_and_close(parts: Parts) -> None:
+    try:
+        await train(parts)
+    finally:
+        if parts.sampler is not None:
+            await parts.sampler.close()

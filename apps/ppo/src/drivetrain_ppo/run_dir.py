@@ -1,0 +1,180 @@
+"""What a run leaves on disk, and how it is taken up again.
+
+RUN/config.yaml     the configuration, every default filled in
+RUN/metrics.jsonl   one object a step
+RUN/events.jsonl    what happened when
+RUN/ledger          what became of each sample
+RUN/checkpoints/    the newest complete ones
+RUN/model/          the embedded model as it was before PPO
+RUN/logs/           the output of the run's child processes
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import pathlib
+import time
+from collections.abc import Iterator
+
+import msgspec
+from drivetrain_buffer import Ledger
+from drivetrain_learner import Checkpoint, latest_checkpoint, load_checkpoint
+from drivetrain_telemetry import EventLog, MetricsWriter, RunDisplay, StageTimer, Summary, read_metrics
+
+from drivetrain_ppo.config import ConfigError, RunConfig, to_yaml
+from drivetrain_ppo.parts import Learners
+from drivetrain_ppo.preflight import RUNS
+from drivetrain_ppo.ranks import Ranks
+from drivetrain_ppo.recorder import CheckpointRecorder, RunRecorder, State, ledger_counts
+from drivetrain_ppo.sampling import Sampler
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """What rank 0 holds open while a run goes on."""
+
+    ledger: Ledger
+    metrics: MetricsWriter
+    events: EventLog
+    display: RunDisplay
+
+
+class RunDirectory:
+    """One run's folder, seen by one rank. Rank 0 writes it; all ranks read checkpoints and take part in saving them."""
+
+    def __init__(self, path: pathlib.Path, config: RunConfig, ranks: Ranks) -> None:
+        self.path = path
+        self.model = path / "model"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self._config = config
+        self._ranks = ranks
+        self._began = time.monotonic()
+        self._checkpoint: Checkpoint | None = None
+        self._files: Files | None = None
+        self._recorder: RunRecorder | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, config: RunConfig, resumed: pathlib.Path | None, ranks: Ranks) -> "Iterator[RunDirectory]":
+        """Make the folder of a new run, or go on with an existing one from its last complete checkpoint.
+
+        Raises ConfigError if another process has it open, or if a new run would write into an old one.
+        """
+        path = ranks.share(str(resumed or _new_path(config)) if ranks.is_main else None, str)
+        directory = cls(pathlib.Path(path), config, ranks)
+        with contextlib.ExitStack() as stack:
+            if ranks.is_main:
+                stack.enter_context(_locked(directory.path, new=resumed is None))
+                (directory.path / "config.yaml").write_text(to_yaml(config))
+            ranks.barrier()
+            if resumed is not None:
+                found = latest_checkpoint(directory.checkpoints)
+                directory._checkpoint = None if found is None else load_checkpoint(found)
+            if ranks.is_main:
+                directory._files = directory._open_files(stack, resumed=resumed is not None)
+            yield directory
+
+    @property
+    def ledger(self) -> Ledger:
+        """Rank 0's ledger, gone back to the checkpoint's mark when the run is resumed."""
+        assert self._files is not None, "only rank 0 keeps the ledger"
+        return self._files.ledger
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches; rank 0 speaks for all."""
+        if self._files is not None:
+            self._files.display.note(text)
+
+    def working(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """Show, on rank 0, that something lengthy is under way."""
+        return contextlib.nullcontext() if self._files is None else self._files.display.working(text)
+
+    def restore(self, learners: Learners, sampler: Sampler | None) -> int:
+        """Bring everything to where the checkpoint left it, and return its step; 0 for a run from the start."""
+        if self._checkpoint is None:
+            return 0
+        for name, learner in (("actor/", learners.actor), ("critic/", learners.critic)):
+            learner.load_state_dict(
+                {k.removeprefix(name): v for k, v in self._checkpoint.tensors.items() if k.startswith(name)}
+            )
+        if sampler is not None:
+            sampler.restore(_state(self._checkpoint).sampler)
+        self.say(f"resumed from the checkpoint of step {self._checkpoint.step}")
+        return self._checkpoint.step
+
+    def recorder(self, timer: StageTimer) -> RunRecorder | CheckpointRecorder:
+        """What the loop reports to on this rank."""
+        if self._files is None:
+            return CheckpointRecorder()
+        self._recorder = RunRecorder(
+            metrics=self._files.metrics,
+            events=self._files.events,
+            display=self._files.display,
+            ledger=self._files.ledger,
+            checkpoints=self.checkpoints,
+            keep_checkpoints=self._config.trainer.keep_checkpoints,
+            timer=timer,
+            reward_before=None if self._checkpoint is None else _state(self._checkpoint).reward_before,
+        )
+        return self._recorder
+
+    def finish(self) -> Summary | None:
+        """Prove that the ledger adds up, and sum up the run. None on ranks other than 0."""
+        if self._files is None or self._recorder is None:
+            return None
+        self._files.ledger.check()
+        summary = Summary.of(
+            [record for record in read_metrics(self.path / "metrics.jsonl") if record["step"] > 0],
+            run=str(self.path),
+            reward_before=self._recorder.reward_before,
+            reward_after=self._recorder.reward_after,
+            seconds=time.monotonic() - self._began,
+            ledger=ledger_counts(self._files.ledger),
+        )
+        self._files.events.write("finished", **msgspec.json.decode(summary.to_json()))
+        return summary
+
+    def _open_files(self, stack: contextlib.ExitStack, *, resumed: bool) -> Files:
+        checkpoint = self._checkpoint
+        ledger_path, metrics_path = self.path / "ledger", self.path / "metrics.jsonl"
+        if resumed:
+            mark = None if checkpoint is None else _state(checkpoint).ledger
+            ledger = Ledger.resume(ledger_path, mark)
+            metrics = MetricsWriter.resume(metrics_path, -1 if checkpoint is None else checkpoint.step)
+        else:
+            ledger, metrics = Ledger(ledger_path), MetricsWriter(metrics_path)
+        files = Files(
+            ledger=stack.enter_context(ledger),
+            metrics=stack.enter_context(metrics),
+            events=stack.enter_context(EventLog(self.path / "events.jsonl")),
+            display=stack.enter_context(RunDisplay(title=self._config.name, steps=self._config.trainer.steps)),
+        )
+        files.events.write("resumed" if resumed else "started", step=0 if checkpoint is None else checkpoint.step)
+        files.display.note(f"run: {self.path}")
+        return files
+
+
+def _state(checkpoint: Checkpoint) -> State:
+    return msgspec.convert(checkpoint.state, State)
+
+
+def _new_path(config: RunConfig) -> pathlib.Path:
+    if config.run_dir is not None:
+        return pathlib.Path(config.run_dir)
+    return RUNS / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path, *, new: bool) -> Iterator[None]:
+    """Hold a run's folder; the lock ends with the process, however that ends."""
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"run_dir: {path} is in use by another process") from None
+        if new and (path / "metrics.jsonl").exists():
+            raise ConfigError(f"run_dir: {path} holds a run; go on with it by --resume, or choose another run_dir")
+        yield

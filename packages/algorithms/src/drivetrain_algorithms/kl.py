@@ -1,0 +1,148 @@
+"""The divergence from a reference policy: its estimators, and the controllers of its coefficient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from drivetrain_algorithms._ratio import bounded
+from drivetrain_algorithms._slots import check_slots, masked
+
+KLKind = Literal["k1", "abs", "k2", "k3"]
+"""An estimator of the divergence; see `kl_estimate`."""
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: KLKind) -> Tensor:
+    """Estimate KL(π || π_ref) at each token, from the sampled token alone.
+
+        dₜ = log π(yₜ) - log π_ref(yₜ)
+        k1 = dₜ
+        abs = |dₜ|
+        k2 = ½ dₜ²
+        k3 = exp(-dₜ) - 1 + dₜ
+
+    Where yₜ is the token in slot t, sampled from π. As a *value*, k1 is unbiased and may be negative, k3 is unbiased
+    and never negative, k2 is biased with little variance, and abs is a size without a sign.
+
+    As a *loss* they differ from what they estimate, since the gradient of the sampling itself is not theirs. In
+    expectation over yₜ ~ π the gradient of k2 is that of KL(π || π_ref); that of k3 is the gradient of KL(π_ref || π);
+    that of **k1 is zero**: k1 belongs into the rewards, never into a loss.
+
+    See Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
+
+    Args:
+        logprobs: `log π(yₜ)`, `[B, T]`, `[N]` or any shape. Gradients flow to this argument only. Masked slots of any
+            argument may hold anything, also NaN and inf.
+        ref_logprobs: `log π_ref(yₜ)`, of the same shape.
+        mask: bool, of the same shape.
+        kind: `"k1"`, `"abs"`, `"k2"` or `"k3"`.
+
+    Returns:
+        Nats per token, of the same shape, in float32 (float64 for float64 input); 0 at masked slots.
+
+    Raises:
+        ValueError: a shape, dtype or kind that does not fit.
+
+    Degenerate cases: equal policies give exactly 0; in k3 a `-d` beyond 20 counts as 20, without gradient; a
+    log-probability that is not finite in an unmasked slot gives a result that is not.
+    """
+    check_slots(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    difference = masked(logprobs, mask) - masked(ref_logprobs, mask).detach()
+    match kind:
+        case "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "k2":
+            return 0.5 * difference.square()
+        case "k3":
+            log_ratio = bounded(-difference)
+            return torch.expm1(log_ratio) - log_ratio
+    raise ValueError(f"kind={kind!r} is no estimator of the divergence; choose from {', '.join(get_args(KLKind))}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedKL:
+    """A coefficient of the divergence that stays what it is.
+
+    Example:
+        >>> FixedKL(kl_coef=0.05).update(observed_kl=3.0, num_samples=512).kl_coef
+        0.05
+    """
+
+    kl_coef: float
+    """β, at least 0, per nat."""
+
+    def __post_init__(self) -> None:
+        _check_coefficient(self.kl_coef)
+
+    def update(self, *, observed_kl: float, num_samples: int) -> FixedKL:
+        """Return this controller: nothing observed changes it."""
+        _check_observation(observed_kl, num_samples)
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveKL:
+    """A coefficient that steers the divergence towards a target.
+
+        e = clip(KL / target - 1, -0.2, 0.2)
+        β ← β (1 + e n / horizon)
+
+    Where KL is the divergence observed over n samples. The whole state is `kl_coef`: a controller made with the
+    coefficient of another one goes on where that one stands.
+
+    See Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2.2,
+    https://arxiv.org/abs/1909.08593
+
+    Example:
+        >>> controller = AdaptiveKL(kl_coef=0.1, target=6.0, horizon=10_000)
+        >>> controller.update(observed_kl=60.0, num_samples=5_000).kl_coef
+        0.11000000000000001
+    """
+
+    kl_coef: float
+    """β, at least 0, per nat. From 0 it never moves."""
+    target: float
+    """The divergence to steer to, above 0, in the unit of what `update` is told (nats per sequence, in the paper)."""
+    horizon: int
+    """The number of samples over which β can change by a fifth."""
+
+    def __post_init__(self) -> None:
+        _check_coefficient(self.kl_coef)
+        if not 0.0 < self.target < math.inf:
+            raise ValueError(f"target={self.target} must be a finite number above 0")
+        if self.horizon < 1:
+            raise ValueError(f"horizon={self.horizon} must be at least 1 sample")
+
+    def update(self, *, observed_kl: float, num_samples: int) -> AdaptiveKL:
+        """Return the controller after a step.
+
+        Args:
+            observed_kl: the mean divergence of the step's samples, in the unit of `target`.
+            num_samples: how many samples the step had, at most `horizon`.
+
+        Raises:
+            ValueError: a divergence that is not finite, or a number of samples out of range.
+        """
+        _check_observation(observed_kl, num_samples)
+        if num_samples > self.horizon:
+            raise ValueError(f"num_samples={num_samples} is more than horizon={self.horizon}; choose a longer horizon")
+        error = min(max(observed_kl / self.target - 1.0, -0.2), 0.2)
+        return replace(self, kl_coef=self.kl_coef * (1.0 + error * num_samples / self.horizon))
+
+
+def _check_coefficient(kl_coef: float) -> None:
+    if not 0.0 <= kl_coef < math.inf:
+        raise ValueError(f"kl_coef={kl_coef} must be a finite number, at least 0")
+
+
+def _check_observation(observed_kl: float, num_samples: int) -> None:
+    if not math.isfinite(observed_kl):
+        raise ValueError(f"observed_kl={observed_kl} must be a finite number; look for NaN in the log-probabilities")
+    if num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} must be at least 1")

@@ -1,0 +1,62 @@
+"""From a score per sequence to a reward per token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from drivetrain_algorithms._slots import as_float, check_sequences, check_slots, last_tokens, sequence_ids
+from drivetrain_algorithms.kl import KLKind, kl_estimate
+
+
+def token_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    kl_coef: float,
+    kl: KLKind = "k1",
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Pay a sequence's score at its last token, and charge every token for leaving the reference.
+
+        rₜ = -β KLₜ + [t = last] s
+
+    Where s is the sequence's score, KLₜ the estimate of KL(π || π_ref) at token t, β its coefficient, and `last` the
+    last unmasked slot of the sequence: a response that ends with a tool's answer is paid at the last token the policy
+    chose.
+
+    See Stiennon et al., "Learning to Summarize from Human Feedback" (2020), https://arxiv.org/abs/2009.01325
+
+    Args:
+        scores: `s`, `[B]`, or `[S]` for a packed batch.
+        logprobs: `log π(yₜ)` when the token was sampled, `[B, T]`, or packed `[N]`. Masked slots may hold anything,
+            also NaN.
+        ref_logprobs: `log π_ref(yₜ)`, of the same shape.
+        mask: bool, of the same shape; True at the tokens the policy chose.
+        kl_coef: β, at least 0, in score per nat.
+        kl: the estimator; see `kl_estimate`.
+        cu_seqlens: `[S + 1]` int, for a packed batch.
+
+    Returns:
+        `r`, of the mask's shape, in float32 (float64 for float64 log-probabilities); 0 at masked slots.
+
+    Raises:
+        ValueError: a shape, dtype, coefficient or kind that does not fit.
+
+    Degenerate cases: `kl_coef=0` gives the score at the last token and 0 elsewhere; a sequence without an unmasked slot
+    has nowhere to be paid and gives zeros.
+    """
+    check_slots(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check_sequences(mask, cu_seqlens)
+    num_sequences = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if scores.shape != (num_sequences,):
+        raise ValueError(f"scores has shape {tuple(scores.shape)}; pass one score per sequence, [{num_sequences}]")
+    if not 0.0 <= kl_coef < math.inf:
+        raise ValueError(f"kl_coef={kl_coef} must be a finite number, at least 0")
+    penalty = kl_coef * kl_estimate(logprobs, ref_logprobs, mask, kind=kl)
+    payment = as_float(scores)[sequence_ids(mask, cu_seqlens)].to(penalty.dtype)
+    return torch.where(last_tokens(mask, cu_seqlens), payment, 0.0) - penalty

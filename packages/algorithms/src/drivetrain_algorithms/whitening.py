@@ -1,0 +1,47 @@
+"""Whitening: a tensor brought to mean 0 and variance 1, over all ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from drivetrain_algorithms._moments import Reduce, centred_squares, means
+from drivetrain_algorithms._slots import check_slots, masked
+
+_EPSILON = 1e-8
+
+
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce | None = None) -> Tensor:
+    """Scale to unit variance, and shift to mean 0, over the unmasked slots.
+
+        x̂ = (x - μ) / √(σ² + 10⁻⁸)     and + μ again with shift_mean=False
+        μ = Σ x / n,  σ² = Σ (x - μ)² / (n - 1)
+
+    Where the sums run over the n unmasked slots of all ranks: the unit is the token, so that a long sequence weighs
+    more than a short one. Applied to advantages, it is what PPO implementations do before the policy loss.
+
+    See Huang et al., "The 37 Implementation Details of Proximal Policy Optimization" (2022), detail 7,
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
+
+    Args:
+        x: `[B, T]`, `[N]` or any shape. Masked slots may hold anything, also NaN.
+        mask: bool, of the same shape.
+        shift_mean: move the mean to 0; False keeps it where it is.
+        reduce: sums a tensor over all ranks and returns the sum; called twice, on every rank. None: there is one rank.
+
+    Returns:
+        `x̂`, of the same shape, in float32 (float64 for float64 input); 0 at masked slots.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit.
+
+    Degenerate cases: equal numbers, and a single unmasked slot, give 0 (μ with `shift_mean=False`); no unmasked slot
+    gives zeros. Whitening twice changes nothing but for the 10⁻⁸.
+    """
+    check_slots(mask, x=x)
+    x = masked(x, mask)
+    statistics = means(x.unsqueeze(0), mask, reduce)
+    squares = centred_squares(x.unsqueeze(0), statistics.mean, mask, reduce)
+    mean = statistics.mean.to(x.dtype)
+    variance = squares / (statistics.num_slots - 1.0).clamp(min=1.0)
+    whitened = (x - mean) * (variance + _EPSILON).rsqrt().to(x.dtype)
+    return masked(whitened if shift_mean else whitened + mean, mask)

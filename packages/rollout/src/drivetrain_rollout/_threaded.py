@@ -1,0 +1,140 @@
+"""What engines in this process share on the caller's side: checks, submission, awaiting under a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from drivetrain_rollout._checks import check_request
+from drivetrain_rollout._loop import Abort, Backend, Barrier, Close, EngineLoop, Generate, Job, Ping
+from drivetrain_rollout.engine import (
+    DigestFunction,
+    EngineConfig,
+    EngineInfo,
+    RequestError,
+    RolloutEngine,
+    WeightsState,
+    WeightUpdate,
+)
+from drivetrain_rollout.types import Completion, GenerateRequest
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT = 120.0
+"""Seconds that ending the engine may take: the step it is in, and freeing the device."""
+
+
+class ThreadedEngine(RolloutEngine):
+    """An engine whose model lives in one thread of this process.
+
+    consumes: requests, from any event loop. waits for: the engine's thread. is unblocked by: the step that ends a
+    request, or the thread's own end. produces: completions.
+    """
+
+    def __init__(self, build: Callable[[], Backend], config: EngineConfig, *, digest: DigestFunction | None) -> None:
+        """Start the thread and wait until ``build``, called in it, has returned the model.
+
+        Raises:
+            TimeoutError: it took longer than ``config.start_timeout``.
+            Exception: what ``build`` raised.
+        """
+        self._config = config
+        started: Future[tuple[EngineLoop, EngineInfo]] = Future()
+        self._thread = threading.Thread(
+            target=_serve, args=(build, digest, started), name=f"drivetrain-{config.engine}", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._loop, self._info = started.result(timeout=config.start_timeout)
+        except TimeoutError:
+            if started.done():
+                raise
+            raise TimeoutError(
+                f"{config.engine} has not loaded {config.model} within {config.start_timeout:.0f} s (start_timeout)"
+            ) from None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def weights(self) -> WeightsState:
+        return self._loop.weights
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        check_request(request, self._info)
+        job = Generate(request)
+        try:
+            return await self._ask(job, job.future, f"request {request.request_id!r}")
+        except asyncio.CancelledError:
+            self._loop.put(Abort(job))
+            raise
+        except TimeoutError as error:
+            self._loop.put(Abort(job))
+            raise RequestError(request.request_id, "engine_failed", str(error)) from error
+
+    async def update_weights(self, update: WeightUpdate) -> WeightsState:
+        job = Barrier(f"update_weights to version {update.policy_version}", partial(self._loop.update, update))
+        state: WeightsState = await self._ask(job, job.future, job.what)
+        return state
+
+    async def sleep(self, level: int = 1) -> None:
+        if not self._info.can_sleep:
+            raise RuntimeError(
+                f"{self._info.engine} on {self._info.device} cannot sleep as it was started (info.can_sleep is False)"
+            )
+        if level not in (1, 2):
+            raise ValueError(f"sleep level {level}: use 1 (keep the weights in host memory) or 2 (drop them)")
+        job = Barrier("sleep", partial(self._loop.sleep, level))
+        await self._ask(job, job.future, job.what)
+
+    async def wake(self) -> None:
+        job = Barrier("wake", self._loop.wake)
+        await self._ask(job, job.future, job.what)
+
+    async def health(self) -> None:
+        job = Ping("health")
+        await self._ask(job, job.future, job.what)
+
+    async def close(self) -> None:
+        self._loop.put(Close())
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            raise TimeoutError(f"close: the thread of {self._config.engine} has not ended within {CLOSE_TIMEOUT:.0f} s")
+        if (error := self._loop.closing_error) is not None:
+            self._loop.closing_error = None
+            raise RuntimeError(f"close: {self._config.engine} did not end cleanly: {error!r}") from error
+
+    async def _ask(self, job: Job, future: Future[T], what: str) -> T:
+        """The job's result; TimeoutError once the engine's thread has not moved for ``stall_timeout`` seconds."""
+        self._loop.put(job)
+        waiter = asyncio.wrap_future(future)
+        timeout = self._config.stall_timeout
+        try:
+            while True:
+                await asyncio.wait((waiter,), timeout=timeout)
+                if waiter.done():
+                    return waiter.result()
+                still = time.monotonic() - self._loop.beat
+                if still >= timeout:
+                    raise TimeoutError(f"{what}: {self._config.engine} has not moved for {still:.0f} s (stall_timeout)")
+        finally:
+            waiter.cancel()
+
+
+def _serve(
+    build: Callable[[], Backend], digest: DigestFunction | None, started: Future[tuple[EngineLoop, EngineInfo]]
+) -> None:
+    try:
+        backend = build()
+        loop, info = EngineLoop(backend, digest=digest), backend.info
+    except BaseException as error:  # noqa: BLE001 - the constructor waits for it
+        started.set_exception(error)
+        return
+    started.set_result((loop, info))
+    loop.run()

@@ -1,0 +1,115 @@
+"""Everything of vLLM that is not in its documented API, or that differs between its versions, in one place.
+
+Written for 0.24 to 0.33. What is not obvious about them:
+
+* Of a tied model on the CPU, reloading leaves ``lm_head`` computing with a packed copy of the old weights.
+* ``reload_weights`` only logs which parameters it did not load, and after a failure it must be finalised before it can
+  be tried again. So ``load_weights`` below takes the three steps it consists of one by one.
+* Processing weights reads the current vLLM config, which up to 0.26 nothing sets while weights are reloaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model in this process, in the thread that steps it
+    "VLLM_HOST_IP": "127.0.0.1",  # its one-process group meets on loopback
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # one core is left idle otherwise
+}
+EAGER_CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles a sampling helper: 20 s and a C++ compiler, for microseconds a step
+}
+
+
+def set_environment(*, cpu: bool, eager: bool) -> None:
+    """Set what vLLM reads from the environment, for this process and its children; what is set already stays."""
+    wanted = ENVIRONMENT | (CPU_ENVIRONMENT if cpu else {}) | (EAGER_CPU_ENVIRONMENT if cpu and eager else {})
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise RuntimeError("VLLM_ENABLE_V1_MULTIPROCESSING is set to something other than 0: unset it for VLLMEngine")
+
+
+def version() -> str:
+    """The installed vLLM's version."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def device() -> str:
+    """``cpu`` or ``cuda`` (AMD's GPUs too): what the installed vLLM is built for."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def argument_names() -> set[str]:
+    """The names that ``vllm.EngineArgs`` takes."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {field.name for field in dataclasses.fields(EngineArgs)}
+
+
+def start(arguments: dict[str, Any]) -> Any:
+    """An ``LLMEngine`` in this process and thread."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+
+
+def stop(engine: Any) -> None:
+    """Free the model, its KV cache and the one-process group. A process then can start another engine."""
+    engine.engine_core.shutdown()
+
+
+def load_weights(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Put tensors in checkpoint format in place of the model's, then empty the prefix cache.
+
+    Raises:
+        RuntimeError: parameters of the model that no tensor went into.
+    """
+    engine.collective_rpc(_load_in_worker, args=(tensors, engine.vllm_config))
+    engine.reset_encoder_cache()
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("vLLM could not empty its prefix cache: blocks of it are still in use")
+
+
+def _load_in_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]], vllm_config: Any) -> None:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    model = worker.get_model()
+    parameters = {name for name, _ in model.named_parameters()}
+    on_gpu = device() != "cpu"
+    if on_gpu:
+        torch.cuda.synchronize()  # the tensors may still be in the making on another stream
+    with set_current_vllm_config(vllm_config), torch.no_grad():
+        initialize_layerwise_reload(model)
+        try:
+            loaded = model.load_weights(tensors)
+        finally:
+            finalize_layerwise_reload(model, vllm_config.model_config)
+        if not on_gpu:
+            for module in model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+    if on_gpu:
+        torch.cuda.synchronize()
+    if loaded is not None and (missing := sorted(parameters - loaded)):
+        raise RuntimeError(f"vLLM loaded nothing into {', '.join(missing)}")

@@ -1,0 +1,113 @@
+"""An engine without a model."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from drivetrain_rollout._checks import Manifest
+from drivetrain_rollout._loop import Sampled
+from drivetrain_rollout._threaded import ThreadedEngine
+from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo
+from drivetrain_rollout.types import GenerateRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ScriptedEngine(ThreadedEngine):
+    """An engine without a model, and without torch: it draws tokens uniformly, or returns what a function says.
+
+    Everything else of the contract holds: checks, order, versions, weight updates, sleep. ``events`` tells what was
+    done, in order: ``add ID``, ``abort ID``, ``load COUNT``, ``sleep LEVEL``, ``wake``, ``close``.
+
+    Args:
+        respond: called in the engine's thread, gives the response to a request. It may block; what it raises ends the
+            engine, as an exception of a real model does.
+        vocab_size, max_model_len: of the model there is not.
+        shapes: of the tensors that an update must hold.
+        digest: checks every update.
+    """
+
+    def __init__(
+        self,
+        *,
+        respond: Callable[[GenerateRequest], Sequence[int]] | None = None,
+        vocab_size: int = 64,
+        max_model_len: int = 128,
+        seed: int = 0,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        digest: DigestFunction | None = None,
+        stall_timeout: float = 60.0,
+    ) -> None:
+        self.events: list[str] = []
+        info = EngineInfo(
+            engine="scripted",
+            engine_version="1",
+            model="none",
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            dtype="float32",
+            device="cpu",
+            can_sleep=True,
+        )
+        backend = _ScriptedBackend(info, Manifest(shapes=shapes or {}, aliases={}), self.events, respond, seed)
+        config = EngineConfig(engine="scripted", model="none", stall_timeout=stall_timeout)
+        super().__init__(lambda: backend, config, digest=digest)
+
+
+class _ScriptedBackend:
+    def __init__(
+        self,
+        info: EngineInfo,
+        manifest: Manifest,
+        events: list[str],
+        respond: Callable[[GenerateRequest], Sequence[int]] | None,
+        seed: int,
+    ) -> None:
+        self.info = info
+        self.manifest = manifest
+        self._events = events
+        self._respond = respond or self._draw
+        self._random = random.Random(seed)
+        self._added: dict[int, GenerateRequest] = {}
+
+    def _draw(self, request: GenerateRequest) -> list[int]:
+        sampling = request.sampling
+        source = self._random if sampling.seed is None else random.Random(sampling.seed)
+        length = min(sampling.max_tokens, self.info.max_model_len - len(request.prompt_token_ids))
+        drawn: list[int] = []
+        while len(drawn) < length and not (drawn and drawn[-1] in sampling.stop_token_ids):
+            drawn.append(0 if sampling.temperature == 0 else source.randrange(self.info.vocab_size))
+        return drawn
+
+    def add(self, key: int, request: GenerateRequest) -> None:
+        self._events.append(f"add {request.request_id}")
+        self._added[key] = request
+
+    def abort(self, key: int) -> None:
+        self._events.append(f"abort {self._added.pop(key).request_id}")
+
+    def step(self) -> list[Sampled]:
+        """End the request that was added first."""
+        key = next(iter(self._added))
+        request = self._added[key]
+        token_ids = list(self._respond(request))
+        del self._added[key]
+        stopped = bool(token_ids) and token_ids[-1] in request.sampling.stop_token_ids
+        logprobs = [-math.log(self.info.vocab_size)] * len(token_ids)
+        return [Sampled(key=key, token_ids=token_ids, logprobs=logprobs, finish_reason="stop" if stopped else "length")]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self._events.append(f"load {len(tensors)}")
+
+    def sleep(self, level: int) -> None:
+        self._events.append(f"sleep {level}")
+
+    def wake(self) -> None:
+        self._events.append("wake")
+
+    def close(self) -> None:
+        self._events.append("close")

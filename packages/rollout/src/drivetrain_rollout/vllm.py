@@ -1,0 +1,228 @@
+"""vLLM in this process."""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from drivetrain_rollout import _vllm_versions as versions
+from drivetrain_rollout._checks import Manifest
+from drivetrain_rollout._loop import Sampled
+from drivetrain_rollout._threaded import ThreadedEngine
+from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo
+from drivetrain_rollout.types import GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CPU_KV_CACHE_BYTES = 512 << 20
+
+OWNED_ARGUMENTS = {
+    "model": "EngineConfig.model",
+    "dtype": "EngineConfig.dtype",
+    "seed": "EngineConfig.seed",
+    "max_model_len": "EngineConfig.max_model_len",
+    "max_num_seqs": "EngineConfig.max_num_seqs",
+    "gpu_memory_utilization": "EngineConfig.memory_fraction",
+    "kv_cache_memory_bytes": "EngineConfig.kv_cache_bytes",
+    "enforce_eager": "EngineConfig.enforce_eager",
+    "logprobs_mode": "nothing: rollout_logprobs are right with processed_logprobs alone",
+    "skip_tokenizer_init": "nothing: engines read and return token ids",
+    "generation_config": "SamplingParams: nothing else changes how a response is drawn",
+    "tensor_parallel_size": "one engine a device",
+    "pipeline_parallel_size": "one engine a device",
+    "data_parallel_size": "one engine a device",
+}
+
+_process = threading.Lock()
+
+
+class VLLMEngine(ThreadedEngine):
+    """vLLM's ``LLMEngine``, driven by one thread of this process; all requests in flight are batched continuously.
+
+    **It owns its process.** vLLM keeps global state: the process group, torch's thread settings and random stream,
+    environment variables (set only where they are not set: ``drivetrain_rollout._vllm_versions`` lists them). So there
+    is one open engine a process, and none beside a ``torch.distributed`` group of yours; to sample beside a learner
+    that has one, run the engine in a process of its own with ``drivetrain_rollout.remote``.
+
+    One engine drives one device. On a GPU it sleeps if ``engine_args`` holds ``enable_sleep_mode=True``. On a CPU
+    prompts are prefilled whole, because vLLM's CPU workers cannot draw with a request's seed otherwise.
+
+    Args:
+        config: ``engine_args`` are further arguments of ``vllm.EngineArgs``.
+        digest: checks every update; without it the digest of an update is recorded as it was sent.
+
+    Raises:
+        ValueError: an argument vLLM does not know, or that this engine sets itself; a device vLLM is not built for.
+        RuntimeError: another engine, or a process group, is open in this process.
+        TimeoutError: the model was not loaded within ``config.start_timeout``.
+    """
+
+    def __init__(self, config: EngineConfig, *, digest: DigestFunction | None = None) -> None:
+        super().__init__(partial(_VLLMBackend, config), config, digest=digest)
+
+
+class _VLLMBackend:
+    """Calls vLLM; lives in the engine's thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if not _process.acquire(blocking=False):
+            raise RuntimeError("a VLLMEngine is open in this process already; close it, or use another process")
+        try:
+            self._start(config)
+        except BaseException:
+            _process.release()
+            raise
+
+    def _start(self, config: EngineConfig) -> None:
+        eager = config.device == "cpu" if config.enforce_eager is None else config.enforce_eager
+        versions.set_environment(cpu=config.device == "cpu", eager=eager)
+        import torch
+
+        from drivetrain_rollout._manifest import read_config, read_manifest, resolve_dtype
+
+        if torch.distributed.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is initialised in this process, and vLLM needs a group of its own; run the engine "
+                "in another process (drivetrain_rollout.remote)"
+            )
+        if versions.device() != config.device:
+            raise ValueError(
+                f"device {config.device!r}: the installed vLLM {versions.version()} runs on {versions.device()!r}"
+            )
+        hf_config = read_config(config.model)
+        dtype = str(resolve_dtype(config.dtype, hf_config, config.device)).removeprefix("torch.")
+        self.manifest: Manifest = read_manifest(hf_config)
+        self._engine = versions.start(_arguments(config, dtype=dtype, eager=eager))
+        model_config = self._engine.model_config
+        self.info = EngineInfo(
+            engine="vllm",
+            engine_version=versions.version(),
+            model=config.model,
+            vocab_size=model_config.get_vocab_size(),
+            max_model_len=model_config.max_model_len,
+            dtype=dtype,
+            device=config.device,
+            can_sleep=config.device == "cuda" and bool(config.engine_args.get("enable_sleep_mode")),
+        )
+
+    def add(self, key: int, request: GenerateRequest) -> None:
+        from vllm.inputs import tokens_input
+
+        self._engine.add_request(
+            str(key), tokens_input(list(request.prompt_token_ids)), _sampling_params(request.sampling)
+        )
+
+    def abort(self, key: int) -> None:
+        self._engine.abort_request([str(key)])
+
+    def step(self) -> list[Sampled]:
+        ended = []
+        for output in self._engine.step():
+            if output.finished:
+                [sample] = output.outputs
+                token_ids = list(sample.token_ids)
+                ended.append(
+                    Sampled(
+                        key=int(output.request_id),
+                        token_ids=token_ids,
+                        logprobs=sampled_logprobs(token_ids, sample.logprobs),
+                        finish_reason=str(sample.finish_reason),
+                    )
+                )
+        return ended
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        versions.load_weights(self._engine, tensors.items())
+
+    def sleep(self, level: int) -> None:
+        self._engine.sleep(level)
+
+    def wake(self) -> None:
+        self._engine.wake_up()
+
+    def close(self) -> None:
+        try:
+            versions.stop(self._engine)
+            del self._engine
+        finally:
+            _process.release()
+
+
+def _arguments(config: EngineConfig, *, dtype: str, eager: bool) -> dict[str, Any]:
+    """Arguments of ``vllm.EngineArgs``."""
+    for name in config.engine_args:
+        if name in OWNED_ARGUMENTS:
+            raise ValueError(f"engine_args may not set {name!r}: use {OWNED_ARGUMENTS[name]}")
+        if name not in (known := versions.argument_names()):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"engine_args: vLLM {versions.version()} has no argument {name!r}{hint}")
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "dtype": dtype,
+        "seed": config.seed,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.memory_fraction,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "enforce_eager": eager,
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if config.device == "cpu":
+        if config.engine_args.get("enable_sleep_mode"):
+            raise ValueError("engine_args may not set 'enable_sleep_mode' on a CPU: there is no memory to give back")
+        from drivetrain_rollout._manifest import read_config
+
+        longest = config.max_model_len or read_config(config.model).max_position_embeddings
+        arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        # A seed and a prompt prefilled in pieces end the engine: "CPU Generator does not use offset".
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(4096, longest, config.max_num_seqs)
+    return arguments | config.engine_args
+
+
+def _sampling_params(sampling: SamplingParams) -> Any:
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    return vllm.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=sampling.seed,
+        ignore_eos=True,  # nothing but stop_token_ids ends a response
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,  # a list of floats instead of a dict for each token
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float] | None:
+    """Of vLLM's log-probs, those of the sampled tokens; None if there are none, shorter if some lack.
+
+    Args:
+        token_ids: what was sampled.
+        logprobs: vLLM's ``FlatLogprobs``, or for each position a dict from token id to an object with ``logprob``; the
+            sampled token need not be the first or the likeliest there.
+    """
+    if logprobs is None:
+        return None
+    if getattr(logprobs, "token_ids", None) == list(token_ids):
+        return list(logprobs.logprobs)  # flat, and at each position the sampled token alone
+    found = []
+    for token_id, position in zip(token_ids, logprobs, strict=False):
+        if position is not None and token_id in position:
+            found.append(float(position[token_id].logprob))
+    return found

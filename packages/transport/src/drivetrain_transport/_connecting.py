@@ -1,0 +1,182 @@
+"""The side that finds the other one: a DEALER socket for messages, and one for heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import zmq
+
+from drivetrain_transport._address import Address, check_connect, needs_ipv6
+from drivetrain_transport._core import FAREWELL_S, Core
+from drivetrain_transport._envelopes import (
+    Attach,
+    Attached,
+    Cancel,
+    Envelope,
+    Failure,
+    Goodbye,
+    Hello,
+    Probe,
+    Refused,
+    Reply,
+    Request,
+    Welcome,
+    pack,
+    unpack,
+)
+from drivetrain_transport._errors import FrameError, PeerLost, PeerRefused
+from drivetrain_transport._keys import Keys
+from drivetrain_transport._peer import Handler, Peer
+from drivetrain_transport._protocol import Protocol
+from drivetrain_transport._wire import Wire
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_HEARTBEAT_S = 0.5
+
+
+class Connecting(Core):
+    """Finds a binding endpoint, and is ended with it: a broken connection is not mended but reported.
+
+    ZeroMQ's heartbeats run on the life connection. They are written and answered by ZeroMQ's own thread, so neither
+    a computation that holds the interpreter nor a large message on the data connection makes a living process look
+    dead. After `liveness` seconds of silence each side breaks the connection; the binding side learns how long that is
+    from the first heartbeat.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        protocol: Protocol,
+        handler: Handler | None,
+        keys: Keys | None,
+        max_bytes: int,
+        name: str,
+        timeout: float,
+    ) -> None:
+        self._target = check_connect(address, secured=keys is not None)
+        super().__init__(str(address), protocol=protocol, handler=handler, keys=keys, max_bytes=max_bytes)
+        self._name = name
+        self._timeout = timeout
+        self.peer = Peer(self.address, self)
+        self.ended = threading.Event()
+        self._session = secrets.token_bytes(16)
+        self._broken = 0
+        self._data: Wire | None = None
+        self._life: Wire | None = None
+
+    async def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._welcome: asyncio.Future[Welcome] = loop.create_future()
+        self._attached: asyncio.Future[None] = loop.create_future()
+        try:
+            async with asyncio.timeout(self._timeout):
+                self._data = self._connect(self._take, None)
+                self._hello()
+                liveness = (await self._welcome).liveness
+                self._life = self._connect(self._take_life, liveness)
+                self._life.send([pack(Attach(session=self._session))])
+                await self._attached
+        except TimeoutError:
+            text = f"no endpoint answered at {self.address} within {self._timeout:g} s"
+            if self._broken:
+                text += f" (the connection was made and broken {self._broken} times: are the keys the same?)"
+            raise TimeoutError(text) from None
+        self.set_peers((self.peer,))
+
+    async def farewell(self) -> None:
+        if self.peer.state != "open":
+            return
+        assert self._data is not None
+        self.peer.end("closed", "was left: this endpoint closed")
+        self._data.send([pack(Goodbye())])
+        deadline = asyncio.get_running_loop().time() + FAREWELL_S
+        while not self.ended.is_set() and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+
+    def release(self, linger: float) -> None:
+        for wire in (self._data, self._life):
+            if wire is not None:
+                wire.close(linger)
+        self.ended.set()
+
+    def transmit(self, peer: Peer, envelope: Envelope, body: Sequence[Buffer] = ()) -> None:
+        assert self._data is not None
+        if peer.state == "open":
+            self._data.send([pack(envelope), *body])
+
+    def _connect(self, take: Callable[[list[memoryview]], None], liveness: float | None) -> Wire:
+        socket = self.socket(zmq.DEALER)
+        socket.ipv6 = needs_ipv6(self._target)
+        if liveness is not None:
+            socket.heartbeat_ivl = int(min(_HEARTBEAT_S, liveness / 4) * 1000)
+            socket.heartbeat_timeout = socket.heartbeat_ttl = int(liveness * 1000)
+        if self.keys is not None:
+            socket.curve_serverkey = self.keys.public
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.connect(str(self._target))
+        return Wire(socket, take, self._disconnected)
+
+    def _hello(self) -> None:
+        assert self._data is not None
+        token = self.keys.token if self.keys is not None else ""
+        hello = Hello(version=self.protocol.version, name=self._name, session=self._session, token=token)
+        self._data.send([pack(hello)])
+
+    def _take(self, frames: list[memoryview]) -> None:
+        try:
+            envelope = unpack(frames[0])
+            match envelope:
+                case Welcome():
+                    if not self._welcome.done():
+                        self._welcome.set_result(envelope)
+                case Refused(reason=reason):
+                    if not self._welcome.done():
+                        self._welcome.set_exception(PeerRefused(f"{self.address} refused us: {reason}"))
+                        self._attached.cancel()
+                case Goodbye():
+                    assert self._data is not None
+                    if self.peer.state == "open":
+                        self._data.send([pack(Goodbye())])
+                    self._leave(goodbye=True)
+                case Request() | Reply() | Failure() | Cancel():
+                    if self.peer.state == "open":
+                        self.peer.receive(envelope, frames[1:])
+                case Probe():
+                    pass
+                case _:
+                    raise FrameError(f"{type(envelope).__name__} has no place on a data connection")
+        except FrameError as error:
+            self.refuse(str(error))
+
+    def _take_life(self, frames: list[memoryview]) -> None:
+        try:
+            if isinstance(unpack(frames[0]), Attached) and not self._attached.done():
+                self._attached.set_result(None)
+        except FrameError as error:
+            self.refuse(str(error))
+
+    def _disconnected(self) -> None:
+        self._broken += 1
+        if not self._welcome.done():
+            self._hello()  # the first one may have gone down with the connection
+        elif not self._attached.done():
+            self._attached.set_exception(PeerLost(f"{self.address} was lost while we met: the connection broke"))
+        else:
+            assert self._data is not None
+            self._data.drain()  # it may have said goodbye, or answered, before it went
+            self._leave(goodbye=False)
+
+    def _leave(self, *, goodbye: bool) -> None:
+        if goodbye:
+            self.peer.end("goodbye", "said goodbye")
+        else:
+            self.peer.end("lost", "was lost (the connection broke, or it was silent for too long)")
+        self.set_peers(())
+        self.release(FAREWELL_S if goodbye else 0.0)  # ZeroMQ would connect again, to a stranger
