@@ -21,7 +21,11 @@ from drivetrain_algorithms import (
 )
 from torch import Tensor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 
 @pytest.fixture

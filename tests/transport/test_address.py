@@ -22,7 +22,8 @@ def test_addresses_in_their_full_form(text: str, full: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "localhost", ":5555", "host:", "host:port", "host:65536", "host:-1", "::1:5555", "udp://host:1", "host:٣"]
+    "text",
+    ["", "localhost", ":5555", "host:", "host:port", "host:65536", "host:-1", "::1:5555", "udp://host:1", "host:٣"],
 )
 def test_malformed_addresses_are_named(text: str) -> None:
     with pytest.raises(ValueError, match="is no address"):

@@ -114,7 +114,7 @@ def test_a_known_peer_that_sends_noise_stays_and_its_noise_is_counted() -> None:
             for stranger in (data, life):
                 stranger.linger = 0
                 stranger.connect(server.address)
-            data.send(pack(Hello(version="7", name="odd", session=b"s", token="")))
+            data.send(pack(Hello(version="7", name="odd", session=b"s", token="", max_bytes=1 << 20)))
             assert data.poll(10_000)
             data.recv()
             life.send(pack(Attach(session=b"s")))
@@ -138,7 +138,9 @@ def zmtp_connection(address: str) -> socket.socket:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     raw = socket.create_connection((host, int(port)), timeout=10)
     raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER" + b"\x08Identity" + struct.pack(">I", 0)
+    ready = (
+        b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER" + b"\x08Identity" + struct.pack(">I", 0)
+    )
     raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
     return raw
 
@@ -167,7 +169,9 @@ def test_raw_noise_and_a_header_of_8_gib_close_that_connection_only() -> None:
 def test_a_bound_endpoint_listens_on_loopback_only() -> None:
     with Endpoint.bind(protocol=PROTOCOL) as server:
         port = int(server.address.rpartition(":")[2])
-        lines = Path("/proc/self/net/tcp").read_text().splitlines() + Path("/proc/self/net/tcp6").read_text().splitlines()
+        lines = (
+            Path("/proc/self/net/tcp").read_text().splitlines() + Path("/proc/self/net/tcp6").read_text().splitlines()
+        )
         local = [line.split()[1] for line in lines[1:] if f":{port:04X} " in line and line.split()[3] == "0A"]
         assert local == [f"0100007F:{port:04X}"]
 

@@ -36,7 +36,7 @@ async def answer(peer, request):
         return Tell(size=-1)
     if request.what == "wait":
         import asyncio
-        print("waiting", flush=True)
+        print("waiting\\n", end="", flush=True)
         await asyncio.sleep(60)
     return Tell(size=len(request.data))
 
@@ -48,7 +48,7 @@ CONNECT = (
     WORKER
     + """
 with Endpoint.connect(sys.argv[1], protocol=protocol, handler=answer, name="worker", keys=keys) as endpoint:
-    print("joined", flush=True)
+    print("joined\\n", end="", flush=True)
     print(endpoint.wait_closed(), flush=True)
 """
 )
@@ -125,7 +125,7 @@ def test_a_killed_worker_is_noticed_at_once_and_its_call_fails() -> None:
 
         thread = threading.Thread(target=ask)
         thread.start()
-        assert (line(worker), line(worker)) == ("joined", "waiting")
+        assert {line(worker), line(worker)} == {"joined", "waiting"}
         worker.send_signal(signal.SIGKILL)
         thread.join(timeout=5)  # far below the liveness: the broken connection is the sign
         assert [str(error) for error in failed] == [
@@ -206,7 +206,7 @@ class Proxy:
         async def main() -> None:
             self.stopped = asyncio.Event()
             server = await asyncio.start_server(self.accept, "127.0.0.1", 0)
-            self.address = "tcp://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+            self.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             ready.set()
             await self.stopped.wait()
             server.close()

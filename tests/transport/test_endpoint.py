@@ -50,7 +50,9 @@ async def answer(peer: Peer, request: Add | Range) -> Number | Filled:
 
 
 @contextmanager
-def pair(bound: Handler | None = answer, connected: Handler | None = answer, **options: object) -> Iterator[tuple[Peer, Peer]]:
+def pair(
+    bound: Handler | None = answer, connected: Handler | None = answer, **options: object
+) -> Iterator[tuple[Peer, Peer]]:
     """The binding side's peer, and the connecting side's."""
     with Endpoint.bind(protocol=PROTOCOL, handler=bound, **options) as server:  # type: ignore[arg-type]
         with Endpoint.connect(server.address, protocol=PROTOCOL, handler=connected, name="worker") as client:
@@ -131,7 +133,8 @@ def test_a_request_tensor_may_be_overwritten_when_the_call_returns() -> None:
 def test_a_request_tensor_may_be_dropped_at_once() -> None:
     async def ask(peer: Peer) -> list[list[int]]:
         calls = [
-            asyncio.ensure_future(peer.call_async(Range(tensor=torch.full((1 << 18,), k)), timeout=60)) for k in range(50)
+            asyncio.ensure_future(peer.call_async(Range(tensor=torch.full((1 << 18,), k)), timeout=60))
+            for k in range(50)
         ]
         await asyncio.sleep(0)
         gc.collect()
@@ -195,6 +198,36 @@ def test_messages_over_the_limit_are_refused_by_their_sender() -> None:
         with pytest.raises(RemoteError, match="ValueError: a Filled of .* bytes is over the limit of 4000"):
             server.call(Add(x=1, y=1), timeout=10)
         assert worker.call(Add(x=1, y=1), timeout=10).value == 2
+
+
+def test_the_smaller_limit_of_the_two_sides_holds() -> None:
+    with Endpoint.bind(protocol=PROTOCOL, handler=answer, max_message_bytes=4000) as server:
+        with Endpoint.connect(server.address, protocol=PROTOCOL, handler=answer, max_message_bytes=3000) as client:
+            for peer in (server.wait_for_peer(timeout=10), client.peer):
+                with pytest.raises(ValueError, match="over the limit of 3000"):
+                    peer.call(Range(tensor=torch.zeros(3500, dtype=torch.uint8)), timeout=10)
+                assert peer.call(Add(x=1, y=1), timeout=10).value == 2
+
+
+def test_an_endpoint_that_fails_says_so_to_everyone(caplog: pytest.LogCaptureFixture) -> None:
+    async def never(peer: Peer, request: Add) -> Number:
+        await asyncio.sleep(60)
+        return Number(value=0)
+
+    server = Endpoint.bind(protocol=PROTOCOL)
+    with Endpoint.connect(server.address, protocol=PROTOCOL, handler=never) as client:
+        worker = server.wait_for_peer(timeout=10)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(worker.call, Add(x=1, y=1), timeout=30)
+            wait_until(lambda: bool(worker._pending), "the call to be under way")
+            server._core.post(lambda: [][0])
+            with pytest.raises(PeerLost, match="this endpoint failed with IndexError"):
+                waiting.result(timeout=10)
+        assert client.wait_closed(timeout=10) == "lost"
+        with pytest.raises(RuntimeError, match=f"the endpoint at {server.address} failed") as caught:
+            server.close()
+        assert isinstance(caught.value.__cause__, IndexError)
+        server.close()
 
 
 def test_a_deadline_names_peer_request_and_seconds_and_cancels_the_handler() -> None:

@@ -9,7 +9,9 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Literal
 
-from drivetrain_ppo.config import ConfigError
+from msgspec.structs import replace
+
+from drivetrain_ppo.config import ConfigError, RunConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,21 @@ def check_visible_devices(accelerator: Accelerator, environ: Mapping[str, str]) 
         raise ConfigError(
             f"{listed}: set only {accelerator.visible_devices} (the others would filter the devices again)"
         )
+
+
+def resolve(config: RunConfig, accelerator: Accelerator) -> RunConfig:
+    """The configuration with what depends on the accelerator filled in: compute type, engine, its share of memory."""
+    dtype: Literal["float32", "bfloat16"] = "float32" if accelerator.device == "cpu" else "bfloat16"
+    fraction = config.rollout.memory_fraction
+    return replace(
+        config,
+        model=replace(config.model, dtype=dtype if config.model.dtype == "auto" else config.model.dtype),
+        rollout=replace(
+            config.rollout,
+            engine=resolve_engine(accelerator, config.rollout.engine),
+            memory_fraction=accelerator.memory_fraction if fraction is None else fraction,
+        ),
+    )
 
 
 def resolve_engine(accelerator: Accelerator, engine: str) -> str:

@@ -103,7 +103,7 @@ def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Nam
     from drivetrain_ppo.accelerator import check_names
     from drivetrain_ppo.config import load_config
     from drivetrain_ppo.models import check_source
-    from drivetrain_ppo.preflight import check_address, find_run
+    from drivetrain_ppo.preflight import check_address, check_data_source, check_reward, find_run
 
     if arguments.resume is not None and "=" in arguments.resume:
         arguments.resume, overrides = "", [arguments.resume, *overrides]
@@ -114,6 +114,8 @@ def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Nam
         config = load_config(resumed / "config.yaml", overrides)
     check_names(config.trainer.device, config.rollout.engine)
     check_source(config)
+    check_data_source(config.data.source)
+    check_reward(config.reward.function)
     check_address(config.rollout.listen, keys=config.rollout.keys)
     signal.signal(signal.SIGTERM, _interrupt)
     # Learner and engine take turns on the same cores: a thread that waits must not spin. Read when torch is imported.

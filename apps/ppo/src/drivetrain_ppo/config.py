@@ -23,8 +23,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     source: str = "embedded"
     """`embedded` (a small model made and warm-started on the spot), `smollm2`, a local folder, or a Hugging Face id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute type of learner and engine. Masters and optimizer states are float32 either way."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type of learner and engine; `auto` is float32 on a CPU and bfloat16 elsewhere. Masters and optimizer
+    states are float32 either way."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from drivetrain_ppo.config import ConfigError, DataConfig
+from drivetrain_ppo.preflight import check_data_source
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -152,15 +153,10 @@ def encode_prompt(
 
 def read_examples(config: DataConfig) -> Iterator[Example]:
     """Examples of a JSONL file (`prompt`, `answer`) or of a parquet file in verl's schema."""
+    check_data_source(config.source)
     path = pathlib.Path(config.source)
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise ConfigError(
-            f"data.source: {config.source!r} is neither sort_letters, reasoning_gym:NAME nor a .jsonl or .parquet file"
-        )
-    if not path.is_file():
-        raise ConfigError(f"data.source: {path}: no such file")
-    for count, example in enumerate(readers[path.suffix](path, config)):
+    reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet}[path.suffix]
+    for count, example in enumerate(reader(path, config)):
         if count >= config.train_size + config.held_out:
             return
         yield example

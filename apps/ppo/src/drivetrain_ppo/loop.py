@@ -31,15 +31,16 @@ from drivetrain_algorithms import (
 )
 from drivetrain_learner import Learner, LossTerms, PackedBatch, PolicyModel, UpdateResult, ValueModel
 from drivetrain_rollout import WeightUpdate
-from drivetrain_telemetry import StageTimer
+from drivetrain_telemetry import Metric, StageTimer
 
 from drivetrain_ppo.batch import Batch, Scored, make_batch, minibatches
 from drivetrain_ppo.config import AlgorithmConfig, RunConfig
-from drivetrain_ppo.metrics import check_logprobs, step_metrics
+from drivetrain_ppo.metrics import check_logprobs, step_metrics, weight_metrics
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.sampling import Collected, Evaluation, Sampler
 
 Tensor = torch.Tensor
+Metrics = dict[str, Metric]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +67,7 @@ class Recorder(Protocol):
     """Where the loop's results go: a run directory and a display, or a test."""
 
     def started(self, step: int, evaluation: Evaluation) -> None: ...
-    def stepped(
-        self, step: int, metrics: dict[str, float], collected: Collected, evaluation: Evaluation | None
-    ) -> None: ...
+    def stepped(self, step: int, metrics: Metrics, collected: Collected, evaluation: Evaluation | None) -> None: ...
     def checkpoint(self, step: int, parts: Parts) -> None: ...
 
 
@@ -91,10 +90,11 @@ async def train(parts: Parts) -> None:
             with timer.stage("update_actor"):
                 actor_updates = [update_actor(parts, part, scored, advantages) for part in split(parts, batch, step)]
             with timer.stage("weight_sync"):
-                await push_weights(parts)
+                update = await push_weights(parts)
         if parts.sampler is not None:
             parts.sampler.trained(collected.rollouts)
         metrics = step_metrics(ranks, collected, batch, scored, returns, actor_updates, critic_updates, version=version)
+        metrics |= weight_metrics(update)
         last, evaluation = step == config.trainer.steps, None
         if last or step % config.trainer.eval_every == 0:
             evaluation = await evaluate(parts)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from drivetrain_algorithms import explained_variance
 from drivetrain_learner import UpdateResult
+from drivetrain_rollout import WeightUpdate
+from drivetrain_telemetry import Metric
 
 from drivetrain_ppo.batch import Batch, Scored
 from drivetrain_ppo.config import RunConfig
@@ -50,7 +52,7 @@ def step_metrics(
     critic_updates: Sequence[UpdateResult],
     *,
     version: int,
-) -> dict[str, float]:
+) -> dict[str, Metric]:
     """Everything a step reports but its times. `version` is the learner's when the samples were taken."""
     mask = batch.packed.loss_mask
     kl = (scored.old_logprobs - scored.ref_logprobs)[mask].double().sum()
@@ -66,7 +68,7 @@ def step_metrics(
         "reward/std": math.sqrt(sum((value - mean) ** 2 for value in scores) / len(scores)),
         "reward/failed": float(sum(collected.failed.values())),
         **_means("policy", actor_updates),
-        "policy/first_ratio_deviation": actor_updates[0].metrics["ratio_deviation"],
+        "policy/first_ratio_deviation": actor_updates[0].metrics.get("ratio_deviation"),
         "policy/ref_kl": kl_sum / max(response_tokens, 1.0),
         **_means("critic", critic_updates),
         "critic/explained_variance": float(explained_variance(scored.values, returns, mask, reduce=ranks.reduce)),
@@ -82,12 +84,25 @@ def step_metrics(
     }
 
 
-def _means(area: str, updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Means over a step's optimizer steps, and how many of them were skipped."""
-    taken = {f"{area}/{name}": sum(u.metrics[name] for u in updates) / len(updates) for name in updates[0].metrics}
+def weight_metrics(update: WeightUpdate) -> dict[str, Metric]:
+    """What was pushed: the version that every engine has answered it holds, by its digest, and its size."""
     return {
-        **taken,
-        f"{area}/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        "weights/version": update.policy_version,
+        "weights/digest": update.digest,
+        "weights/bytes": sum(tensor.nbytes for _, tensor in update.tensors),
+    }
+
+
+def _means(area: str, updates: Sequence[UpdateResult]) -> dict[str, Metric]:
+    """Means over a step's optimizer steps, and how many of them were skipped."""
+    names = {name for update in updates for name in update.metrics}
+    return {
+        **{f"{area}/{name}": _mean([u.metrics[name] for u in updates if u.metrics]) for name in sorted(names)},
+        f"{area}/grad_norm": _mean([update.grad_norm for update in updates]),
         f"{area}/lr": updates[-1].lr,
         f"{area}/skipped": float(sum(update.skipped is not None for update in updates)),
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

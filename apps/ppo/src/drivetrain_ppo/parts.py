@@ -18,19 +18,16 @@ from drivetrain_sharding import Digest, named_tensors, shard_model
 from drivetrain_transport import Endpoint, load_keys
 
 from drivetrain_ppo import embedded, models
-from drivetrain_ppo.accelerator import Accelerator, resolve_engine
+from drivetrain_ppo.accelerator import Accelerator
 from drivetrain_ppo.config import RewardConfig, RunConfig
 from drivetrain_ppo.data import PromptData, PromptSource, Tokenizer, load_prompts
 from drivetrain_ppo.launch import Child
+from drivetrain_ppo.preflight import REWARDS
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.sampling import Rewards, Sampler
 from drivetrain_ppo.warm_start import warm_start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-REWARDS = {
-    "math_answer": "drivetrain_rewards:math_answer",
-    "reasoning_gym": "drivetrain_ppo.scorers:reasoning_gym",
-}
 Progress = Callable[[str], None]
 
 
@@ -171,13 +168,13 @@ def wait_for_engines(
 def engine_config(config: RunConfig, task: Task, accelerator: Accelerator) -> EngineConfig:
     rollout = config.rollout
     return EngineConfig(
-        engine=resolve_engine(accelerator, rollout.engine),
+        engine=rollout.engine,
         model=str(pathlib.Path(task.model).resolve()) if pathlib.Path(task.model).is_dir() else task.model,
         dtype=config.model.dtype,
         device=accelerator.device,
         max_model_len=rollout.max_model_len or config.data.max_prompt_tokens + rollout.max_response_tokens,
         max_num_seqs=rollout.max_num_seqs,
-        memory_fraction=accelerator.memory_fraction if rollout.memory_fraction is None else rollout.memory_fraction,
+        memory_fraction=rollout.memory_fraction or accelerator.memory_fraction,
         kv_cache_bytes=rollout.kv_cache_bytes,
         seed=config.seed,
         enforce_eager=rollout.enforce_eager,

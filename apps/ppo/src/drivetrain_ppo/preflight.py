@@ -49,3 +49,29 @@ def check_address(address: str, *, keys: str | None) -> None:
                 raise ConfigError(
                     f"rollout.listen: {address}: {error.strerror or error} (port 0 takes a free one)"
                 ) from None
+
+
+def check_data_source(source: str) -> None:
+    """Refuse a word that names no task and a file that is not there."""
+    if source == "sort_letters" or source.startswith("reasoning_gym:"):
+        return
+    path = pathlib.Path(source)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(
+            f"data.source: {source!r} is neither sort_letters, reasoning_gym:NAME nor a .jsonl or .parquet file"
+        )
+    if not path.is_file():
+        raise ConfigError(f"data.source: {path}: no such file")
+
+
+REWARDS = {
+    "exact_match": "drivetrain_rewards:exact_match",
+    "math_answer": "drivetrain_rewards:math_answer",
+    "reasoning_gym": "drivetrain_ppo.scorers:reasoning_gym",
+}
+"""Words for `reward.function` -> where the function lies."""
+
+
+def check_reward(function: str) -> None:
+    if function not in REWARDS and ":" not in function:
+        raise ConfigError(f"reward.function: {function!r} is unknown; choose {', '.join(REWARDS)} or module:function")

@@ -1,9 +1,11 @@
 """Where the loop's results go: metrics, events, the display, checkpoints."""
 
 import pathlib
+import resource
 import shutil
 
 import msgspec
+import torch
 from drivetrain_buffer import Ledger, LedgerMark
 from drivetrain_learner import save_checkpoint
 from drivetrain_telemetry import EventLog, Metric, MetricsWriter, RunDisplay, StageTimer, throughput
@@ -26,7 +28,7 @@ class CheckpointRecorder:
     def started(self, step: int, evaluation: Evaluation) -> None: ...
 
     def stepped(
-        self, step: int, metrics: dict[str, float], collected: Collected, evaluation: Evaluation | None
+        self, step: int, metrics: dict[str, Metric], collected: Collected, evaluation: Evaluation | None
     ) -> None: ...
 
     def checkpoint(self, step: int, parts: Parts) -> None:  # noqa: ARG002
@@ -70,10 +72,10 @@ class RunRecorder:
             self._metrics.write(0, _evaluated(evaluation))
 
     def stepped(
-        self, step: int, metrics: dict[str, float], collected: Collected, evaluation: Evaluation | None
+        self, step: int, metrics: dict[str, Metric], collected: Collected, evaluation: Evaluation | None
     ) -> None:
         record: dict[str, Metric] = {**metrics, **self._timer.metrics()}
-        record |= throughput(record)
+        record |= throughput(record) | {"memory/learner_gb": learner_memory() / 2**30}
         record |= {f"ledger/{outcome}": count for outcome, count in ledger_counts(self._ledger).items()}
         if evaluation is not None:
             self.reward_after = evaluation.reward
@@ -98,6 +100,13 @@ class RunRecorder:
             shutil.rmtree(old)
         self._events.write("checkpoint", step=step, path=str(saved))
         parts.ranks.barrier()
+
+
+def learner_memory() -> int:
+    """Peak bytes of rank 0's process: of its device where it has one, else of host memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def ledger_counts(ledger: Ledger) -> dict[str, int]:

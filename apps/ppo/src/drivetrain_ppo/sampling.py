@@ -1,4 +1,4 @@
-"""The sampling side of a step: prompts to engines, completions to rewards, rollouts to the buffer, ledger throughout."""
+"""The sampling side of a step: prompts to engines, completions to rewards, rollouts to the buffer, all ledgered."""
 
 import asyncio
 import dataclasses

@@ -17,7 +17,7 @@ from torch import Tensor
 class PackedBatch:
     """S sequences laid end to end in N slots, without padding.
 
-    The shift between input and label happens once, in [`pack`][drivetrain_learner.PackedBatch.pack]: a sequence of L
+    The shift between input and label happens once, in `pack`: a sequence of L
     tokens becomes L - 1 slots, and slot `t` reads token `t` and predicts token `t + 1`. Every per-token tensor of a
     training step has N entries and is aligned with `labels`.
 

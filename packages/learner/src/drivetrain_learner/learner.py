@@ -73,7 +73,7 @@ class Learner(Generic[Module]):
             process_group: the ranks that train this module together. None: this process alone.
 
         Raises:
-            ValueError: a trainable parameter is not fp32, there is none, or the module is sharded without a group.
+            ValueError: a trainable parameter is not fp32, or the module is sharded without a group.
         """
         self.module = module
         self.config = config

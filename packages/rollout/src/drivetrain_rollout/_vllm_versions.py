@@ -3,8 +3,9 @@
 Written for 0.24 to 0.33. What is not obvious about them:
 
 * Of a tied model on the CPU, reloading leaves ``lm_head`` computing with a packed copy of the old weights.
-* ``reload_weights`` only logs which parameters it did not load, and after a failure it must be finalised before it can
-  be tried again. So ``load_weights`` below takes the three steps it consists of one by one.
+* ``reload_weights`` only logs which parameters it did not load. When it breaks off, layers keep the tensors that had
+  arrived, and the next reload mixes them with its own. So ``load_weights`` below takes its three steps one by one, and
+  undoes them after a failure.
 * Processing weights reads the current vLLM config, which up to 0.26 nothing sets while weights are reloaded.
 """
 
@@ -96,20 +97,37 @@ def _load_in_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]], vllm_con
 
     model = worker.get_model()
     parameters = {name for name, _ in model.named_parameters()}
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     on_gpu = device() != "cpu"
     if on_gpu:
         torch.cuda.synchronize()  # the tensors may still be in the making on another stream
     with set_current_vllm_config(vllm_config), torch.no_grad():
-        initialize_layerwise_reload(model)
         try:
+            initialize_layerwise_reload(model)
             loaded = model.load_weights(tensors)
-        finally:
             finalize_layerwise_reload(model, vllm_config.model_config)
+        except BaseException:
+            _forget_reload(before)
+            finalize_layerwise_reload(model, vllm_config.model_config)
+            raise
         if not on_gpu:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
     if on_gpu:
         torch.cuda.synchronize()
+    # A model that keeps no account of what it loaded returns None.
     if loaded is not None and (missing := sorted(parameters - loaded)):
         raise RuntimeError(f"vLLM loaded nothing into {', '.join(missing)}")
+
+
+def _forget_reload(before: list[tuple[Any, dict[str, Any], dict[str, Any]]]) -> None:
+    """Put every module's own tensors back, whatever is in them by now, and drop what the reload had gathered."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for module, parameters, buffers in before:
+        module._parameters.clear()
+        module._parameters.update(parameters)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+        get_layerwise_info(module).reset()

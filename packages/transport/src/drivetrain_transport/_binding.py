@@ -47,6 +47,7 @@ class _Seat:
 
     name: str
     session: bytes
+    max_bytes: int
     data: bytes
     life: bytes = b""
     peer: Peer | None = None
@@ -161,8 +162,10 @@ class Binding(Core):
             self._send(connection, Refused(reason=reason))
             raise FrameError(f"hello of {hello.name!r}: {reason}")
         if connection not in self._seats:
-            self._seats[connection] = _Seat(name=hello.name, session=hello.session, data=connection)
-        self._send(connection, Welcome(liveness=self._liveness))
+            self._seats[connection] = _Seat(
+                name=hello.name, session=hello.session, max_bytes=hello.max_bytes, data=connection
+            )
+        self._send(connection, Welcome(liveness=self._liveness, max_bytes=self.max_bytes))
 
     def _attach(self, connection: bytes, session: bytes) -> None:
         for seat in self._seats.values():
@@ -172,6 +175,7 @@ class Binding(Core):
             raise FrameError("a life connection of a session that is not known")
         seat.life = connection
         seat.peer = Peer(seat.name, self)
+        seat.peer.limit(seat.max_bytes)
         self._by_peer[seat.peer] = seat
         self._send(connection, Attached())
         self.set_peers(tuple(self._by_peer))

@@ -79,8 +79,9 @@ class Connecting(Core):
             async with asyncio.timeout(self._timeout):
                 self._data = self._connect(self._take, None)
                 self._hello()
-                liveness = (await self._welcome).liveness
-                self._life = self._connect(self._take_life, liveness)
+                welcome = await self._welcome
+                self.peer.limit(welcome.max_bytes)
+                self._life = self._connect(self._take_life, welcome.liveness)
                 self._life.send([pack(Attach(session=self._session))])
                 await self._attached
         except TimeoutError:
@@ -126,7 +127,13 @@ class Connecting(Core):
     def _hello(self) -> None:
         assert self._data is not None
         token = self.keys.token if self.keys is not None else ""
-        hello = Hello(version=self.protocol.version, name=self._name, session=self._session, token=token)
+        hello = Hello(
+            version=self.protocol.version,
+            name=self._name,
+            session=self._session,
+            token=token,
+            max_bytes=self.max_bytes,
+        )
         self._data.send([pack(hello)])
 
     def _take(self, frames: list[memoryview]) -> None:

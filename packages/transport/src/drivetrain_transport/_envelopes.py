@@ -34,10 +34,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Random; it ties the two connections together."""
     token: str
     """Proves that the caller holds the keys; empty without keys."""
+    max_bytes: int
+    """The largest message that this side takes."""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     liveness: float
+    max_bytes: int
+    """As in Hello."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True, kw_only=True):

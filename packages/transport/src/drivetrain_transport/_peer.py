@@ -72,6 +72,7 @@ class Peer:
     def __init__(self, name: str, link: Link) -> None:
         self._name = name
         self._link = link
+        self._max_bytes = link.max_bytes
         self._state: PeerState = "open"
         self._end = ""
         self._numbers = itertools.count()
@@ -107,7 +108,7 @@ class Peer:
             PeerLost: The peer was lost or closed, before or meanwhile.
             RemoteError: The other side's handler raised.
             FrameError: What came back is no reply of the protocol.
-            ValueError: The request is not one of the protocol's, or over the endpoint's size limit.
+            ValueError: The request is not one of the protocol's, or over the size limit of either side.
             RuntimeError: Called on the endpoint's own thread, where waiting would block the reply.
         """
         if self._link.on_own_thread():
@@ -154,7 +155,7 @@ class Peer:
             self._link.post(lambda: self._forget(call))
 
     def _encode(self, obj: Any) -> _Body:
-        frames = encode(obj, max_bytes=self._link.max_bytes)
+        frames = encode(obj, max_bytes=self._max_bytes)
         return _Body(*split(frames)) if self._link.encrypted else _Body(frames, ())
 
     def _decode(self, body: _Body, kinds: type[Any] | UnionType) -> Any:
@@ -178,6 +179,10 @@ class Peer:
     def _forget(self, call: _Call) -> None:
         if self._pending.pop(call.number, None) is not None:
             self._link.transmit(self, Cancel(call=call.number))
+
+    def limit(self, max_bytes: int) -> None:
+        """Send no message larger than this, which is what the other side takes. For the endpoint."""
+        self._max_bytes = min(max_bytes, self._link.max_bytes)
 
     def end(self, state: PeerState, text: str) -> None:
         """The conversation is over: fail the calls that wait, cancel the handlers that run. For the endpoint."""
