@@ -111,7 +111,8 @@ def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., Run]]:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-            run.process.wait(timeout=10)
+        if run.process.stdout is not None and not run.process.stdout.closed:
+            run.process.communicate(timeout=10)
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_killed_and_resumed(
     family = processes(run.process.pid)
     assert len(family) > 1, "the engine has a process of its own"
     run.process.send_signal(signal.SIGKILL)
-    run.process.wait(timeout=10)
+    run.finish(timeout=10)
     assert not still_running(family, timeout=15)
 
     resumed = start("quickstart", "--json", "--resume", str(run.folder), **settings)

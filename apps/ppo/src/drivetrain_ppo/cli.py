@@ -12,7 +12,7 @@ PRESETS = ("quickstart", "smollm2")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     if arguments.command is None:
         _parser().print_help()
         return 0
@@ -26,6 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("drivetrain-ppo: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes positional arguments in one run only; overrides may stand anywhere between the options."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    stray = [word for word in rest if word.startswith("-") or "=" not in word]
+    if stray or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(stray or rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -53,6 +53,13 @@ def load_tokenizer(source: str) -> Tokenizer:
     return checked
 
 
+def silence_progress_bars() -> None:
+    """The run has a display of its own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def copy_tokenizer(source: str, folder: pathlib.Path) -> None:
     from transformers import AutoTokenizer
 

@@ -10,6 +10,7 @@ import torch
 from drivetrain_telemetry import StageTimer, Summary
 from drivetrain_transport import Endpoint
 
+from drivetrain_ppo import models
 from drivetrain_ppo.accelerator import Accelerator, resolve
 from drivetrain_ppo.config import RunConfig
 from drivetrain_ppo.launch import Child
@@ -73,6 +74,7 @@ def run_ranks(
     The workers are started first, so that they import their engine while the model is prepared here.
     """
     config = resolve(config, accelerator)
+    models.silence_progress_bars()
     with RunDirectory.open(config, resumed, ranks) as directory, rollout_side(config, directory, ranks) as side:
         task = prepare(config, directory, ranks)
         learners = build_learners(config, task.model, accelerator, ranks)

@@ -67,12 +67,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "update_actor",
         "the policy goes forward and backward over every token of the batch, once per epoch",
-        "raise actor.max_tokens_per_microbatch while memory allows, or lower algorithm.epochs",
+        "lower algorithm.epochs, or give the learner more devices; where a minibatch is cut into several "
+        "micro-batches, raise actor.max_tokens_per_microbatch",
     ),
     Rule(
         "update_critic",
         "the critic goes forward and backward over every token of the batch, once per epoch",
-        "raise critic.max_tokens_per_microbatch while memory allows, or lower algorithm.epochs",
+        "lower algorithm.epochs, or give the learner more devices; where a minibatch is cut into several "
+        "micro-batches, raise critic.max_tokens_per_microbatch",
     ),
     Rule(
         "weight_sync",

@@ -1,0 +1,83 @@
+"""Each example runs as its docstring says, and shows what it says it shows."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from drivetrain_buffer import read_ledger
+from drivetrain_telemetry import read_metrics
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COMMAND = Path(sys.executable).parent / "drivetrain-ppo"
+
+
+def run(*command: str | Path, cwd: Path, timeout: float = 120.0) -> str:
+    """What a command prints; it must end well."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    return [float(found) for found in re.findall(pattern, text)]
+
+
+def test_algorithms_in_your_loop(tmp_path):
+    shown = run(sys.executable, EXAMPLES / "algorithms_in_your_loop.py", cwd=tmp_path)
+    losses, clipped = numbers(r"loss (-?[\d.]+)", shown), numbers(r"(\d+)% of the tokens", shown)
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert clipped[0] == 0  # before the first update every ratio is 1
+
+
+def test_buffer_between_threads(tmp_path):
+    shown = run(sys.executable, EXAMPLES / "buffer_between_threads.py", cwd=tmp_path)
+    counts = {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", shown)}
+    assert counts["trained"] == 10 * 8
+    assert counts["in_flight"] == counts["failed"] == 0
+    assert counts.pop("issued") == sum(counts.values())
+
+
+def test_embed_rollout(tmp_path):
+    shown = run(sys.executable, EXAMPLES / "embed_rollout.py", cwd=tmp_path)
+    rewards = numbers(r"reward ([\d.]+)", shown)
+    assert numbers(r"version (\d+)", shown) == list(range(1, 21))
+    assert len(set(re.findall(r"\((\w{8})\)", shown))) == 20  # the weights of each version are others
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.8
+
+
+def run_own_task(folder: Path, *overrides: str, timeout: float = 120.0) -> dict[str, object]:
+    """The last line of `drivetrain-ppo run reverse.yaml`, given in a copy of the example's folder."""
+    shutil.copytree(EXAMPLES / "own_task", folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    shown = run(COMMAND, "run", "reverse.yaml", "run_dir=run", *overrides, "--json", cwd=folder, timeout=timeout)
+    summary: dict[str, object] = json.loads(shown.splitlines()[-1])
+    return summary
+
+
+def test_own_task(tmp_path):
+    folder = tmp_path / "own_task"
+    overrides = ("rollout.engine=transformers", "rollout.samples_per_prompt=1", "trainer.steps=2")
+    ledger = run_own_task(folder, *overrides)["ledger"]
+    assert ledger == {"issued": 128, "trained": 128, "filtered": 0, "stale": 0, "failed": 0, "in_flight": 0}
+    assert read_ledger(folder / "run" / "ledger").trained == 128
+    steps = [record for record in read_metrics(folder / "run" / "metrics.jsonl") if record["step"] > 0]
+    assert len(steps) == 2
+    for step in steps:
+        # Of scores that are all 0 or 1, as exact match gives, the variance is mean * (1 - mean).
+        assert 0 < step["reward/std"] ** 2 < step["reward/mean"] * (1 - step["reward/mean"]) - 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_own_task_as_it_stands(tmp_path):
+    summary = run_own_task(tmp_path / "own_task", timeout=500.0)
+    assert summary["steps"] == 20
+    assert summary["ledger"]["trained"] == summary["ledger"]["issued"] == 20 * 64 * 4
+    assert summary["reward_after"] > summary["reward_before"] + 0.1

@@ -1,0 +1,45 @@
+"""Numbers of a step that are not the loop's arithmetic."""
+
+import pytest
+import torch
+from drivetrain_ppo.batch import Batch, Scored, make_batch
+from drivetrain_ppo.config import from_dict
+from drivetrain_ppo.metrics import LogprobMismatch, check_logprobs, logprob_difference, weight_metrics
+from drivetrain_ppo.ranks import Ranks
+from drivetrain_rollout import Completion, Rollout, WeightUpdate
+
+
+def one_rollout(*reported: float) -> Batch:
+    turn = Completion(
+        request_id="0",
+        prompt_token_ids=(1, 2),
+        response_token_ids=tuple(range(3, 3 + len(reported))),
+        rollout_logprobs=reported,
+        finish_reason="length",
+        min_policy_version=0,
+        max_policy_version=0,
+    )
+    return make_batch([Rollout(sample_id=0, group_id=0, turns=(turn,), score=1.0)], rank=0, size=1, device="cpu")
+
+
+def scored(values: list[float]) -> Scored:
+    old = torch.tensor(values)
+    return Scored(old_logprobs=old, ref_logprobs=old, values=old)
+
+
+def test_log_probs_that_differ_stop_the_run() -> None:
+    batch = one_rollout(-1.0, -2.0)
+    close, far = scored([0.0, -1.0001, -2.0]), scored([0.0, -1.2, -2.0])
+    assert logprob_difference(Ranks(), batch, far) == pytest.approx((0.1, 0.2), rel=1e-5)
+    config = from_dict({"model": {"dtype": "float32"}})
+    check_logprobs(config, Ranks(), batch, close)
+    with pytest.raises(LogprobMismatch, match=r"differ by 1\.00e-01 on average"):
+        check_logprobs(config, Ranks(), batch, far)
+    check_logprobs(from_dict({"trainer": {"logprob_diff_limit": 0.2}}), Ranks(), batch, far)
+    with pytest.raises(LogprobMismatch):
+        check_logprobs(config, Ranks(), batch, scored([0.0, float("nan"), -2.0]))
+
+
+def test_what_a_push_moved() -> None:
+    update = WeightUpdate(policy_version=4, digest="abc", tensors=[("w", torch.zeros(3, 2)), ("b", torch.zeros(5))])
+    assert weight_metrics(update) == {"weights/version": 4, "weights/digest": "abc", "weights/bytes": 44}

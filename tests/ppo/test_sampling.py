@@ -1,0 +1,218 @@
+"""The sampling side: what happens to each sample, told by a fake engine. Real engines: tests/integration."""
+
+import asyncio
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from drivetrain_buffer import Ledger, RolloutBuffer
+from drivetrain_ppo.config import RolloutConfig
+from drivetrain_ppo.data import Example, Prompt, PromptSource
+from drivetrain_ppo.sampling import Sampler
+from drivetrain_rewards import RewardRequest, Score, ScoreFailure
+from drivetrain_rollout import (
+    Completion,
+    EngineInfo,
+    GenerateRequest,
+    RequestError,
+    Rollout,
+    RolloutEngine,
+    WeightsState,
+    WeightUpdate,
+)
+
+
+class FakeEngine(RolloutEngine):
+    """Answers each prompt with its first id; keeps a log of what it was asked."""
+
+    def __init__(self, *, refused: Sequence[int] = (), silent: Sequence[int] = (), holds: str | None = None) -> None:
+        self.log: list[Any] = []
+        self._refused = refused
+        self._silent = silent
+        self._holds = holds
+        self._state = WeightsState(policy_version=0, digest=None, status="refused")
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            engine="fake",
+            engine_version="1",
+            model="none",
+            vocab_size=99,
+            max_model_len=9,
+            dtype="float32",
+            device="cpu",
+            can_sleep=False,
+        )
+
+    @property
+    def weights(self) -> WeightsState:
+        return self._state
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        first = request.prompt_token_ids[0]
+        self.log.append((request.request_id, first, request.sampling.temperature, request.sampling.seed))
+        if first in self._refused:
+            raise RequestError(request.request_id, "prompt_too_long", "too long")
+        if first in self._silent:
+            await asyncio.Event().wait()
+        return Completion(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            response_token_ids=(first,),
+            rollout_logprobs=(-1.0,),
+            finish_reason="stop",
+            min_policy_version=3,
+            max_policy_version=3,
+        )
+
+    async def update_weights(self, update: WeightUpdate) -> WeightsState:
+        self.log.append(("update", update.policy_version, [name for name, _ in update.tensors]))
+        digest = update.digest if self._holds is None else self._holds
+        self._state = WeightsState(policy_version=update.policy_version, digest=digest, status="ready")
+        return self._state
+
+    async def sleep(self, level: int = 1) -> None: ...
+    async def wake(self) -> None: ...
+    async def health(self) -> None: ...
+    async def close(self) -> None:
+        self.log.append("close")
+
+
+class Digits:
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        return [int(text)]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return " ".join(map(str, token_ids))
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+        raise AssertionError("no template")
+
+
+class FakeRewards:
+    """Right answers score 1; samples whose prompt is `broken` raise in the reward function."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken = broken
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[Score | ScoreFailure]:
+        return [
+            ScoreFailure(sample_id=r.sample_id, reason="raised", message="ValueError")
+            if r.prompt == self.broken
+            else Score(sample_id=r.sample_id, value=float(r.response == r.ground_truth))
+            for r in requests
+        ]
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def ledger(tmp_path: pathlib.Path) -> Iterator[Ledger]:
+    with Ledger(tmp_path / "ledger") as opened:
+        yield opened
+
+
+def make_sampler(ledger: Ledger, *engines: FakeEngine, broken: str = "", **settings: Any) -> Sampler:
+    prompts = [
+        Prompt(
+            prompt_id=i,
+            token_ids=[i],
+            text=str(i),
+            example=Example(prompt=str(i), ground_truth=str(i), data_source="test"),
+        )
+        for i in range(1, 9)
+    ]
+
+    def on_stale(rollout: Rollout) -> None:
+        ledger.end(rollout.sample_id, "stale")
+
+    config = RolloutConfig(**{"prompts_per_step": 4, **settings})
+    return Sampler(
+        engines=engines,
+        prompts=PromptSource(prompts, seed=1, shuffle=False),
+        held_out=prompts[:2],
+        rewards=FakeRewards(broken),
+        buffer=RolloutBuffer(
+            64, policy_version=lambda rollout: rollout.min_policy_version, max_staleness=0, on_stale=on_stale
+        ),
+        ledger=ledger,
+        tokenizer=Digits(),
+        config=config,
+        stop_token_ids=(0,),
+        seed=5,
+    )
+
+
+async def step(sampler: Sampler, version: int = 3) -> Any:
+    return await sampler.collect(await sampler.sample(), learner_version=version)
+
+
+def test_every_sample_is_issued_and_ends_once(ledger: Ledger) -> None:
+    engines = FakeEngine(refused=[2]), FakeEngine()
+    sampler = make_sampler(ledger, *engines, broken="3", samples_per_prompt=2)
+    collected = asyncio.run(step(sampler))
+    assert [rollout.sample_id for rollout in collected.rollouts] == [0, 1, 3, 6, 7]
+    assert [rollout.group_id for rollout in collected.rollouts] == [0, 0, 1, 3, 3]
+    assert collected.failed == {"prompt_too_long": 1, "reward_raised": 2}
+    assert ledger.in_flight() == [0, 1, 3, 6, 7]
+    sampler.trained(collected.rollouts)
+    counts = ledger.check()
+    assert (counts.issued, counts.trained, counts.failed, counts.in_flight) == (8, 5, 3, 0)
+    assert [len(engine.log) for engine in engines] == [4, 4], "requests are spread over the engines"
+
+
+def test_seeds_differ_by_sample_and_repeat_by_run(ledger: Ledger, tmp_path: pathlib.Path) -> None:
+    engine = FakeEngine()
+    asyncio.run(step(make_sampler(ledger, engine, samples_per_prompt=2)))
+    seeds = [entry[3] for entry in engine.log]
+    assert len(set(seeds)) == 8
+    with Ledger(tmp_path / "other") as other:
+        again = FakeEngine()
+        asyncio.run(step(make_sampler(other, again, FakeEngine(), samples_per_prompt=2)))
+    assert [entry[3] for entry in again.log] == seeds[::2], "a sample's seed does not depend on the engine"
+
+
+def test_a_request_that_never_ends_fails_alone(ledger: Ledger) -> None:
+    sampler = make_sampler(ledger, FakeEngine(silent=[1]), timeout=0.1)
+    collected = asyncio.run(step(sampler))
+    assert collected.failed == {"timeout": 1}
+    assert len(collected.rollouts) == 3
+
+
+def test_nothing_answered_is_an_error_with_the_first_reason(ledger: Ledger) -> None:
+    sampler = make_sampler(ledger, FakeEngine(refused=range(9)))
+    with pytest.raises(RuntimeError, match=r"none of 4 samples was answered; the first reason: .*too long"):
+        asyncio.run(step(sampler))
+    assert ledger.check().failed == 4
+
+
+def test_evaluation_is_greedy_and_not_in_the_ledger(ledger: Ledger) -> None:
+    engine = FakeEngine(refused=[2])
+    evaluation = asyncio.run(make_sampler(ledger, engine).evaluate())
+    assert (evaluation.reward, evaluation.samples, evaluation.failed) == (1.0, 1, 1)
+    assert [entry[2:] for entry in engine.log] == [(0.0, None), (0.0, None)]
+    assert ledger.check().issued == 0
+
+
+def test_a_push_reaches_every_engine_or_fails(ledger: Ledger) -> None:
+    engines = FakeEngine(), FakeEngine()
+    update = WeightUpdate(policy_version=7, digest="d7", tensors=iter([("a", None), ("b", None)]))  # type: ignore[list-item]
+    asyncio.run(make_sampler(ledger, *engines).push_weights(update))
+    assert [engine.log for engine in engines] == [[("update", 7, ["a", "b"])]] * 2
+    liar = FakeEngine(holds="other")
+    with pytest.raises(RuntimeError, match="after a push of version 8"):
+        asyncio.run(make_sampler(ledger, liar).push_weights(WeightUpdate(policy_version=8, digest="d8", tensors=[])))
+
+
+def test_resuming_goes_on_with_the_next_prompts_and_ids(ledger: Ledger) -> None:
+    first = make_sampler(ledger, FakeEngine())
+    asyncio.run(step(first))
+    engine = FakeEngine()
+    second = make_sampler(ledger, engine)
+    second.restore(first.state())
+    asyncio.run(step(second))
+    assert [entry[:2] for entry in engine.log] == [("4", 5), ("5", 6), ("6", 7), ("7", 8)]
