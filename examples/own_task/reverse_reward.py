@@ -3,9 +3,9 @@
     cd examples/own_task
     drivetrain-ppo run reverse.yaml
 
-Three letters are to be written backwards (`abc>` -> `cba`). `reverse.yaml` says `reward.function:
-reverse_reward:letters_in_place`; the function is imported from the folder that the command is given in, and runs in a
-process of its own, which is ended when a call takes longer than `reward.deadline`.
+Three letters are to be written backwards (`abc>` -> `cba`). `reverse.yaml` names this function as
+`reward.function: reverse_reward.py:letters_in_place`. It runs in a process of its own, which is ended and replaced when
+a call takes longer than `reward.deadline`; the sample then counts as failed.
 """
 
 from drivetrain_rewards import RewardRequest

@@ -10,7 +10,7 @@ from drivetrain_buffer import Ledger, RolloutBuffer
 from drivetrain_ppo.config import RolloutConfig
 from drivetrain_ppo.data import Example, Prompt, PromptSource
 from drivetrain_ppo.sampling import Sampler
-from drivetrain_rewards import RewardRequest, Score, ScoreFailure
+from drivetrain_rewards import RewardRequest, Rewards, Score, ScoreFailure
 from drivetrain_rollout import (
     Completion,
     EngineInfo,
@@ -93,13 +93,14 @@ class Digits:
         raise AssertionError("no template")
 
 
-class FakeRewards:
+class FakeRewards(Rewards):
     """Right answers score 1; samples whose prompt is `broken` raise in the reward function."""
 
     def __init__(self, broken: str = "") -> None:
+        super().__init__(max_failure_rate=1.0)
         self.broken = broken
 
-    async def score(self, requests: Sequence[RewardRequest]) -> list[Score | ScoreFailure]:
+    async def _outcomes(self, requests: Sequence[RewardRequest]) -> list[Score | ScoreFailure]:
         return [
             ScoreFailure(sample_id=r.sample_id, reason="raised", message="ValueError")
             if r.prompt == self.broken

@@ -2,7 +2,6 @@ import subprocess
 import sys
 
 import pytest
-
 from drivetrain_rewards import RewardRequest, exact_match, last_number, math_answer
 
 
@@ -61,14 +60,14 @@ def test_math_answer(response: str, truth: str, score: float) -> None:
 
 @pytest.mark.parametrize("function", [exact_match, last_number, math_answer])
 def test_without_a_ground_truth_there_is_no_score(function: object) -> None:
-    with pytest.raises(ValueError, match="sample 3 has no ground truth"):
+    with pytest.raises(ValueError, match=r"sample 3 has no ground truth"):
         function(request("4", None))  # type: ignore[operator]
 
 
 def test_a_ground_truth_that_is_none_is_the_datas_fault() -> None:
-    with pytest.raises(ValueError, match="'four' of sample 3 holds no number"):
+    with pytest.raises(ValueError, match=r"'four' of sample 3 holds no number"):
         last_number(request("4", "four"))
-    with pytest.raises(ValueError, match="'' of sample 3 is no mathematical expression"):
+    with pytest.raises(ValueError, match=r"'' of sample 3 is no mathematical expression"):
         math_answer(request("4", ""))
 
 
@@ -76,7 +75,7 @@ def test_math_answer_outside_the_main_thread_is_an_error_and_no_zero() -> None:
     import concurrent.futures
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with pytest.raises(RuntimeError, match="works in a main thread only: use RewardPool"):
+        with pytest.raises(RuntimeError, match=r"works in a main thread only: use RewardPool"):
             pool.submit(math_answer, request("4", "4")).result(timeout=60)
 
 
@@ -100,6 +99,9 @@ def test_importing_the_package_imports_neither_sympy_nor_a_tensor_library() -> N
 
 
 def test_without_math_verify_the_mend_is_named() -> None:
-    code = "import sys\nsys.modules['math_verify'] = None\nfrom drivetrain_rewards import exact_match\nfrom drivetrain_rewards import math_answer\n"
+    code = (
+        "import sys\nsys.modules['math_verify'] = None\n"
+        "from drivetrain_rewards import exact_match\nfrom drivetrain_rewards import math_answer\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "ImportError: math_answer needs math-verify: pip install 'drivetrain-rewards[math]'" in done.stderr

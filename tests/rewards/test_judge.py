@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from drivetrain_rewards import RewardRequest, Score, ScoreFailure, exact_match
 from drivetrain_rewards._judge import judge, load_function, path_of
 
@@ -143,10 +142,10 @@ def test_functions_without_a_path_are_refused() -> None:
         return 1.0
 
     for function in (local, lambda request: 1.0, functools.partial(exact_match), Methods().reward, Methods()):
-        with pytest.raises(ValueError, match="cannot be imported by another process"):
+        with pytest.raises(ValueError, match=r"cannot be imported by another process"):
             path_of(function)  # type: ignore[arg-type]
     for text in ("", "module", ":name", "module:"):
-        with pytest.raises(ValueError, match="names no function: write 'module:name'"):
+        with pytest.raises(ValueError, match=r"names no function: write 'module:name'"):
             path_of(text)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-
 from drivetrain_rewards import InlineRewards, RewardRequest, Score, ScoreFailure
 
 
@@ -52,7 +51,7 @@ def test_samples_scored_one_by_one_count_together() -> None:
     rewards = InlineRewards(length_or_error, max_failure_rate=0.2)
     for _ in range(9):
         assert len(asyncio.run(rewards.score(requests("raise")))) == 1  # too few for a rate
-    with pytest.raises(RuntimeError, match="9 of the last 10 rewards failed"):
+    with pytest.raises(RuntimeError, match=r"9 of the last 10 rewards failed"):
         asyncio.run(rewards.score(requests("ok")))
 
 
@@ -60,7 +59,7 @@ def test_one_failure_in_a_hundred_goes_on_and_old_ones_are_forgotten() -> None:
     rewards = InlineRewards(length_or_error, max_failure_rate=0.1)
     batch = requests(*["ok"] * 90, *["raise"] * 10)
     assert sum(isinstance(outcome, ScoreFailure) for outcome in asyncio.run(rewards.score(batch))) == 10  # at the limit
-    with pytest.raises(RuntimeError, match="11 of the last 100"):
+    with pytest.raises(RuntimeError, match=r"11 of the last 100"):
         asyncio.run(rewards.score(requests("raise")))
     asyncio.run(rewards.score(requests(*["ok"] * 100)))
     asyncio.run(rewards.score(requests("raise")))
@@ -69,7 +68,7 @@ def test_one_failure_in_a_hundred_goes_on_and_old_ones_are_forgotten() -> None:
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
 def test_a_rate_out_of_range_is_named(rate: float) -> None:
-    with pytest.raises(ValueError, match="max_failure_rate is"):
+    with pytest.raises(ValueError, match=r"max_failure_rate is"):
         InlineRewards(length_or_error, max_failure_rate=rate)
 
 

@@ -2,7 +2,6 @@ import socket
 from pathlib import Path
 
 import pytest
-
 from drivetrain_transport._address import Address, check_bind, check_connect, is_loopback, needs_ipv6, parse_address
 
 
@@ -26,15 +25,15 @@ def test_addresses_in_their_full_form(text: str, full: str) -> None:
     ["", "localhost", ":5555", "host:", "host:port", "host:65536", "host:-1", "::1:5555", "udp://host:1", "host:٣"],
 )
 def test_malformed_addresses_are_named(text: str) -> None:
-    with pytest.raises(ValueError, match="is no address"):
+    with pytest.raises(ValueError, match=r"is no address"):
         parse_address(text)
 
 
 def test_a_path_too_long_for_a_socket_is_named_with_its_size() -> None:
     assert parse_address("ipc://" + "p" * 107).host == "p" * 107
-    with pytest.raises(ValueError, match="the path has 108 bytes, choose one of 1 to 107"):
+    with pytest.raises(ValueError, match=r"the path has 108 bytes, choose one of 1 to 107"):
         parse_address("ipc://" + "é" * 54)
-    with pytest.raises(ValueError, match="the path has 0 bytes"):
+    with pytest.raises(ValueError, match=r"the path has 0 bytes"):
         parse_address("ipc://")
 
 
@@ -47,17 +46,17 @@ def test_loopback_hosts(host: str) -> None:
 def test_other_hosts_need_keys(host: str) -> None:
     address = Address(scheme="tcp", host=host, port=5555)
     assert not is_loopback(host)
-    with pytest.raises(ValueError, match="can be reached from other hosts, and there are no keys"):
+    with pytest.raises(ValueError, match=r"can be reached from other hosts, and there are no keys"):
         check_bind(address, secured=False)
     assert check_bind(address, secured=True) == address
 
 
 def test_connecting_to_another_host_needs_keys_and_a_host() -> None:
-    with pytest.raises(ValueError, match="tcp://10.0.0.1:5555 is not on this host, and there are no keys"):
+    with pytest.raises(ValueError, match=r"tcp://10.0.0.1:5555 is not on this host, and there are no keys"):
         check_connect(parse_address("10.0.0.1:5555"), secured=False)
     assert check_connect(parse_address("10.0.0.1:5555"), secured=True).port == 5555
     for text in ("0.0.0.0:5555", "*:5555", "[::]:5555", "127.0.0.1:0"):
-        with pytest.raises(ValueError, match="not where one connects"):
+        with pytest.raises(ValueError, match=r"not where one connects"):
             check_connect(parse_address(text), secured=True)
 
 
@@ -87,7 +86,7 @@ def test_localhost_is_bound_as_a_number() -> None:
 def test_a_file_at_an_ipc_path_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("mine")
-    with pytest.raises(ValueError, match="there is a file that is no socket"):
+    with pytest.raises(ValueError, match=r"there is a file that is no socket"):
         check_bind(parse_address(f"ipc://{path}"), secured=False)
     assert path.read_text() == "mine"
 

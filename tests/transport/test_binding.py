@@ -1,6 +1,6 @@
 """Who is let in: versions, keys, noise, forged messages. The process lives and serves the others in every case."""
 
-import pickle
+import pickle  # noqa: TID251  # to see that it is refused
 import socket
 import struct
 import time
@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-
 from drivetrain_transport import Endpoint, Keys, Peer, PeerRefused, Protocol, make_keys
 from drivetrain_transport._envelopes import Attach, Goodbye, Hello, Reply, Request, pack, unpack
 
@@ -45,7 +44,7 @@ def assert_serves(server: Endpoint) -> None:
 def test_another_version_is_refused_with_both_versions_named() -> None:
     other = Protocol(requests=Ask, replies=Tell, version="8")
     with Endpoint.bind(protocol=PROTOCOL, handler=answer) as server:
-        with pytest.raises(PeerRefused, match="refused us: the protocol here is version '7', yours is '8'"):
+        with pytest.raises(PeerRefused, match=r"refused us: the protocol here is version '7', yours is '8'"):
             Endpoint.connect(server.address, protocol=other, timeout=10)
         assert server.refused == 1
         assert server.peers == ()
@@ -56,7 +55,7 @@ def test_a_stranger_who_knows_the_public_key_is_refused(tmp_path: Path) -> None:
     keys = make_keys(tmp_path / "run")
     stranger = Keys(public=keys.public, secret=make_keys(tmp_path / "own").secret)
     with Endpoint.bind(protocol=PROTOCOL, handler=answer, keys=keys) as server:
-        with pytest.raises(PeerRefused, match="you do not hold the keys of this run"):
+        with pytest.raises(PeerRefused, match=r"you do not hold the keys of this run"):
             Endpoint.connect(server.address, protocol=PROTOCOL, keys=stranger, timeout=10)
         assert server.refused == 1
 

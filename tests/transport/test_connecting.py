@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from drivetrain_transport import Endpoint, Keys, Peer, PeerLost, Protocol, make_keys
 
 WORKER = """
@@ -155,7 +154,7 @@ def test_a_frozen_worker_is_lost_within_the_liveness() -> None:
         while time.monotonic() < joined + 0.5:  # the first heartbeat is sent a quarter of a second after joining
             peer.call(Ask(what="count"), timeout=10)
         worker.send_signal(signal.SIGSTOP)
-        with pytest.raises(PeerLost, match="silent for 1 s"):
+        with pytest.raises(PeerLost, match=r"silent for 1 s"):
             while True:  # it may answer once more before the signal reaches it
                 peer.call(Ask(what="count"), timeout=20)
         worker.send_signal(signal.SIGCONT)
@@ -270,13 +269,12 @@ def test_a_message_that_travels_longer_than_the_liveness_is_no_silence() -> None
 
 def test_a_large_encrypted_message_is_no_silence(tmp_path: Path) -> None:
     keys = make_keys(tmp_path)
-    with Endpoint.bind(protocol=PROTOCOL, liveness=0.5, keys=keys) as server:
+    with Endpoint.bind(protocol=PROTOCOL, liveness=1.0, keys=keys) as server:
         with process(CONNECT, server.address, str(tmp_path)):
             peer = server.wait_for_peer(timeout=30)
-            start = time.monotonic()
-            assert peer.call(Ask(what="count", data=bytes(400 << 20)), timeout=60).size == 400 << 20
-            seconds = time.monotonic() - start
-            assert peer.state == "open", seconds
+            # As one frame it would keep each side's input and output busy for longer than the liveness.
+            assert peer.call(Ask(what="count", data=bytes(400 << 20)), timeout=100).size == 400 << 20
+            assert peer.state == "open"
 
 
 def test_a_cut_wire_loses_both_sides_and_a_new_connection_is_a_new_peer() -> None:
@@ -319,7 +317,7 @@ def test_connecting_first_is_fine(tmp_path: Path) -> None:
 
 
 def test_nobody_there_is_a_timeout_that_names_the_address() -> None:
-    with pytest.raises(TimeoutError, match="^no endpoint answered at tcp://127.0.0.1:9 within 0.3 s"):
+    with pytest.raises(TimeoutError, match=r"^no endpoint answered at tcp://127.0.0.1:9 within 0.3 s"):
         Endpoint.connect("127.0.0.1:9", protocol=PROTOCOL, timeout=0.3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("drivetrain-transport")]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-
 from drivetrain_transport import Endpoint, FrameError, Handler, Peer, PeerLost, Protocol, RemoteError, make_keys
 
 
@@ -159,7 +158,7 @@ def test_tensors_arrive_writable_without_a_copy_of_the_frame() -> None:
 
 def test_a_handler_that_raises_fails_its_caller_only(caplog: pytest.LogCaptureFixture) -> None:
     with pair() as (worker, _):
-        with pytest.raises(RemoteError, match="^worker: LookupError: no y below zero: 7 -1$") as caught:
+        with pytest.raises(RemoteError, match=r"^worker: LookupError: no y below zero: 7 -1$") as caught:
             worker.call(Add(x=7, y=-1), timeout=10)
         assert caught.value.kind == "LookupError"
         assert caught.value.message == "no y below zero: 7 -1"
@@ -172,19 +171,19 @@ def test_a_handler_that_returns_something_else_is_an_error_at_the_caller() -> No
         return 3
 
     with pair(connected=wrong) as (worker, _):
-        with pytest.raises(RemoteError, match="TypeError: the handler returned a int, which is no reply"):
+        with pytest.raises(RemoteError, match=r"TypeError: the handler returned a int, which is no reply"):
             worker.call(Add(x=1, y=1), timeout=10)
 
 
 def test_an_endpoint_without_a_handler_says_so() -> None:
     with pair(connected=None) as (worker, _):
-        with pytest.raises(RemoteError, match="this endpoint has no handler"):
+        with pytest.raises(RemoteError, match=r"this endpoint has no handler"):
             worker.call(Add(x=1, y=1), timeout=10)
 
 
 def test_something_that_is_no_request_is_refused_before_it_is_sent() -> None:
     with pair() as (worker, _):
-        with pytest.raises(ValueError, match="Number is no request of the protocol: it has Add, Range"):
+        with pytest.raises(ValueError, match=r"Number is no request of the protocol: it has Add, Range"):
             worker.call(Number(value=1), timeout=10)
 
 
@@ -193,9 +192,9 @@ def test_messages_over_the_limit_are_refused_by_their_sender() -> None:
         return Filled(tensor=torch.zeros(5000, dtype=torch.uint8))
 
     with pair(bound=large, max_message_bytes=4000) as (worker, server):
-        with pytest.raises(ValueError, match="a Range of .* bytes is over the limit of 4000"):
+        with pytest.raises(ValueError, match=r"a Range of .* bytes is over the limit of 4000"):
             worker.call(Range(tensor=torch.zeros(5000, dtype=torch.uint8)), timeout=10)
-        with pytest.raises(RemoteError, match="ValueError: a Filled of .* bytes is over the limit of 4000"):
+        with pytest.raises(RemoteError, match=r"ValueError: a Filled of .* bytes is over the limit of 4000"):
             server.call(Add(x=1, y=1), timeout=10)
         assert worker.call(Add(x=1, y=1), timeout=10).value == 2
 
@@ -204,7 +203,7 @@ def test_the_smaller_limit_of_the_two_sides_holds() -> None:
     with Endpoint.bind(protocol=PROTOCOL, handler=answer, max_message_bytes=4000) as server:
         with Endpoint.connect(server.address, protocol=PROTOCOL, handler=answer, max_message_bytes=3000) as client:
             for peer in (server.wait_for_peer(timeout=10), client.peer):
-                with pytest.raises(ValueError, match="over the limit of 3000"):
+                with pytest.raises(ValueError, match=r"over the limit of 3000"):
                     peer.call(Range(tensor=torch.zeros(3500, dtype=torch.uint8)), timeout=10)
                 assert peer.call(Add(x=1, y=1), timeout=10).value == 2
 
@@ -220,13 +219,13 @@ def test_an_endpoint_that_fails_says_so_to_everyone(caplog: pytest.LogCaptureFix
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(worker.call, Add(x=1, y=1), timeout=30)
             wait_until(lambda: bool(worker._pending), "the call to be under way")
-            server._core.post(lambda: [][0])
-            with pytest.raises(PeerLost, match="this endpoint failed with IndexError"):
+            server._core.post(lambda: int("no number"))
+            with pytest.raises(PeerLost, match=r"this endpoint failed with ValueError"):
                 waiting.result(timeout=10)
         assert client.wait_closed(timeout=10) == "lost"
         with pytest.raises(RuntimeError, match=f"the endpoint at {server.address} failed") as caught:
             server.close()
-        assert isinstance(caught.value.__cause__, IndexError)
+        assert isinstance(caught.value.__cause__, ValueError)
         server.close()
 
 
@@ -284,7 +283,7 @@ def test_a_handler_may_call_back_but_not_block() -> None:
 
     with pair(connected=back) as (worker, _):
         assert worker.call(Add(x=5, y=1), timeout=10).value == 105
-        with pytest.raises(RemoteError, match="RuntimeError: Peer.call would block the loop"):
+        with pytest.raises(RemoteError, match=r"RuntimeError: Peer.call would block the loop"):
             worker.call(Add(x=5, y=0), timeout=10)
 
 
@@ -317,14 +316,14 @@ def test_a_goodbye_fails_what_waits_and_names_it() -> None:
             waiting = pool.submit(worker.call, Add(x=1, y=1), timeout=30)
             wait_until(lambda: bool(worker._pending), "the call to be under way")
             client.close()
-            with pytest.raises(PeerLost, match="^worker said goodbye: Add gets no reply$"):
+            with pytest.raises(PeerLost, match=r"^worker said goodbye: Add gets no reply$"):
                 waiting.result(timeout=10)
         assert worker.state == "goodbye"
         assert server.peers == ()
-        with pytest.raises(PeerLost, match="^worker said goodbye: Add gets no reply$"):
+        with pytest.raises(PeerLost, match=r"^worker said goodbye: Add gets no reply$"):
             worker.call(Add(x=1, y=1), timeout=10)
         assert client.wait_closed(timeout=10) == "closed"
-        with pytest.raises(PeerLost, match="was left: this endpoint closed: Add gets no reply"):
+        with pytest.raises(PeerLost, match=r"was left: this endpoint closed: Add gets no reply"):
             client.peer.call(Add(x=1, y=1), timeout=10)
 
 
@@ -334,7 +333,7 @@ def test_the_connecting_side_learns_that_the_other_closed_after_all_its_replies(
 
     server = Endpoint.bind(protocol=PROTOCOL, handler=large)
     with Endpoint.connect(server.address, protocol=PROTOCOL) as client:
-        with pytest.raises(TimeoutError, match="is still there after 0.05 s"):
+        with pytest.raises(TimeoutError, match=r"is still there after 0.05 s"):
             client.wait_closed(timeout=0.05)
         assert client.peer.call(Add(x=3, y=0), timeout=30).tensor[-1] == 3
         server.close()
@@ -353,7 +352,7 @@ def test_waiting_for_peers_counts_them() -> None:
         clients[1].close()
         wait_until(lambda: len(server.peers) == 2, "a peer to leave")
         assert [peer.name for peer in server.peers] == ["w0", "w2"]
-        with pytest.raises(TimeoutError, match="2 of 3 peers"):
+        with pytest.raises(TimeoutError, match=r"2 of 3 peers"):
             server.wait_for_peers(3, timeout=0.05)
         for client in clients:
             client.close()
@@ -364,15 +363,15 @@ def test_closing_wakes_who_waits_for_peers() -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(server.wait_for_peer, 30)
         server.close()
-        with pytest.raises(ConnectionError, match="closed with 0 of 1 peers"):
+        with pytest.raises(ConnectionError, match=r"closed with 0 of 1 peers"):
             waiting.result(timeout=10)
 
 
 def test_sides_keep_to_their_methods() -> None:
     with Endpoint.bind(protocol=PROTOCOL) as server:
-        with pytest.raises(RuntimeError, match="peer belongs to a connecting endpoint"):
+        with pytest.raises(RuntimeError, match=r"peer belongs to a connecting endpoint"):
             _ = server.peer
-        with pytest.raises(RuntimeError, match="wait_closed belongs to a connecting endpoint"):
+        with pytest.raises(RuntimeError, match=r"wait_closed belongs to a connecting endpoint"):
             server.wait_closed(timeout=1)
 
 
@@ -384,7 +383,7 @@ def test_a_handler_cannot_close_its_own_endpoint() -> None:
             return Number(value=0)
 
         with Endpoint.connect(server.address, protocol=PROTOCOL, handler=close) as client:
-            with pytest.raises(RemoteError, match="a handler cannot close its own endpoint"):
+            with pytest.raises(RemoteError, match=r"a handler cannot close its own endpoint"):
                 server.wait_for_peer(timeout=10).call(Add(x=1, y=1), timeout=10)
 
 
@@ -412,7 +411,7 @@ def test_a_port_in_use_is_named() -> None:
 def test_an_ipc_path_in_use_is_named_and_its_owner_goes_on(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/s"
     with Endpoint.bind(address, protocol=PROTOCOL, handler=answer) as server:
-        with pytest.raises(OSError, match="somebody listens there"):
+        with pytest.raises(OSError, match=r"somebody listens there"):
             Endpoint.bind(address, protocol=PROTOCOL)
         with Endpoint.connect(address, protocol=PROTOCOL) as client:
             assert client.peer.call(Add(x=1, y=2), timeout=10).value == 3
@@ -422,7 +421,7 @@ def test_an_ipc_path_in_use_is_named_and_its_owner_goes_on(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("liveness", [0.1, 0.0, -1.0, float("nan"), 1e6])
 def test_a_liveness_out_of_range_is_named(liveness: float) -> None:
-    with pytest.raises(ValueError, match="liveness is"):
+    with pytest.raises(ValueError, match=r"liveness is"):
         Endpoint.bind(protocol=PROTOCOL, liveness=liveness)
 
 

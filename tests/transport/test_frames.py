@@ -9,7 +9,6 @@ import tracemalloc
 import msgspec
 import pytest
 import torch
-
 from drivetrain_transport import FrameError, decode, encode
 
 
@@ -73,14 +72,14 @@ def test_a_broken_message_is_refused_by_name(frames: list[bytes], says: str) -> 
 
 def test_one_frame_cannot_be_two_tensors() -> None:
     pair = [reference("uint8", [2], 1), reference("uint8", [2], 1)]
-    with pytest.raises(FrameError, match="claimed by two"):
+    with pytest.raises(FrameError, match=r"claimed by two"):
         decode([b"DT<\x01" + msgspec.msgpack.encode(pair), b"ab"], list[torch.Tensor])
 
 
 def test_a_tensor_in_a_field_that_is_none_is_refused() -> None:
-    with pytest.raises(FrameError, match="Expected `int`, got `ext`"):
+    with pytest.raises(FrameError, match=r"Expected `int`, got `ext`"):
         decode(encode({"x": torch.ones(1)}), Count)
-    with pytest.raises(FrameError, match="belong to no field"):
+    with pytest.raises(FrameError, match=r"belong to no field"):
         decode(encode({"x": 1, "unknown": torch.ones(1)}), Count)
 
 
@@ -135,7 +134,7 @@ def test_noise_is_a_frame_error_or_a_message() -> None:
 
 
 def test_objects_that_are_no_data_are_refused() -> None:
-    with pytest.raises(TypeError, match="objects of type object cannot travel"):
+    with pytest.raises(TypeError, match=r"objects of type object cannot travel"):
         encode({"x": object()})
 
 

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from drivetrain_transport import load_keys, make_keys
 
 
@@ -18,7 +17,7 @@ def test_keys_are_loaded_as_they_were_made_and_readable_by_the_owner_alone(tmp_p
 
 def test_keys_are_never_overwritten(tmp_path: Path) -> None:
     keys = make_keys(tmp_path)
-    with pytest.raises(ValueError, match="exists: use load_keys"):
+    with pytest.raises(ValueError, match=r"exists: use load_keys"):
         make_keys(tmp_path)
     assert load_keys(tmp_path) == keys
 
@@ -27,7 +26,7 @@ def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
     make_keys(tmp_path)
     (file,) = tmp_path.iterdir()
     file.chmod(0o640)
-    with pytest.raises(ValueError, match="mode 0640, others can read it: chmod 600"):
+    with pytest.raises(ValueError, match=r"mode 0640, others can read it: chmod 600"):
         load_keys(tmp_path)
 
 
@@ -46,7 +45,7 @@ def test_missing_and_broken_keys_are_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=says):
             load_keys(tmp_path / "one")
     file.write_bytes(msgspec.json.encode({"public": other.public.decode(), "secret": one.secret.decode()}))
-    with pytest.raises(ValueError, match="public key that is not the secret's"):
+    with pytest.raises(ValueError, match=r"public key that is not the secret's"):
         load_keys(tmp_path / "one")
 
 

@@ -1,5 +1,4 @@
 import pytest
-
 from drivetrain_transport import FrameError
 from drivetrain_transport._pieces import PIECE_BYTES, join, split
 
@@ -30,5 +29,5 @@ def test_frames_that_were_not_split_pass_through() -> None:
 
 @pytest.mark.parametrize("counts", [(1,), (1, 2), (3,), (0, 2), (-1, 3), (2, 0)])
 def test_counts_that_do_not_fit_are_refused(counts: tuple[int, ...]) -> None:
-    with pytest.raises(FrameError, match="2 pieces cannot be frames"):
+    with pytest.raises(FrameError, match=r"2 pieces cannot be frames"):
         join([b"a", b"b"], counts)

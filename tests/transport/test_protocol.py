@@ -1,6 +1,5 @@
 import msgspec
 import pytest
-
 from drivetrain_transport import Protocol
 
 
@@ -25,16 +24,16 @@ def test_unions_of_tagged_structs_and_single_structs_are_taken() -> None:
 
 
 def test_members_that_cannot_be_told_apart_are_refused() -> None:
-    with pytest.raises(ValueError, match="Protocol.replies cannot be told apart"):
+    with pytest.raises(ValueError, match=r"Protocol.replies cannot be told apart"):
         Protocol(requests=Ask, replies=Plain | AlsoPlain)
 
 
 @pytest.mark.parametrize("kinds", [int, Ask | int, dict[str, int], Ask | None])
 def test_members_must_be_structs(kinds: type) -> None:
-    with pytest.raises(ValueError, match="Protocol.requests holds .* must be a msgspec.Struct"):
+    with pytest.raises(ValueError, match=r"Protocol.requests holds .* must be a msgspec.Struct"):
         Protocol(requests=kinds, replies=Tell)
 
 
 def test_a_version_is_never_empty() -> None:
-    with pytest.raises(ValueError, match="version is empty"):
+    with pytest.raises(ValueError, match=r"version is empty"):
         Protocol(requests=Ask, replies=Tell, version="")

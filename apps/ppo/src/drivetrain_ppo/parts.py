@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from drivetrain_buffer import Ledger, RolloutBuffer
 from drivetrain_learner import Learner, PolicyModel, ValueModel, load_model
-from drivetrain_rewards import InlineRewards, RewardPool, exact_match
+from drivetrain_rewards import InlineRewards, RewardPool, Rewards, exact_match
 from drivetrain_rollout import EngineConfig, Rollout, WeightUpdate
 from drivetrain_rollout.remote import PROTOCOL, RemoteEngine
 from drivetrain_sharding import Digest, named_tensors, shard_model
@@ -24,7 +24,7 @@ from drivetrain_ppo.data import PromptData, PromptSource, Tokenizer, load_prompt
 from drivetrain_ppo.launch import Child
 from drivetrain_ppo.preflight import REWARDS
 from drivetrain_ppo.ranks import Ranks
-from drivetrain_ppo.sampling import Rewards, Sampler
+from drivetrain_ppo.sampling import Sampler
 from drivetrain_ppo.warm_start import warm_start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -186,7 +186,7 @@ def engine_config(config: RunConfig, task: Task, accelerator: Accelerator) -> En
 def build_rewards(config: RewardConfig) -> Rewards:
     """Exact match is a comparison and runs here; anything else runs in workers that can be killed at the deadline."""
     if config.function == "exact_match":
-        return InlineRewards(exact_match)
+        return InlineRewards(exact_match, max_failure_rate=config.max_failure_rate)
     return RewardPool(
         REWARDS.get(config.function, config.function),
         num_workers=config.workers,

@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import fcntl
 import pathlib
+import sys
 import time
 from collections.abc import Iterator
 
@@ -22,6 +23,7 @@ from drivetrain_buffer import Ledger
 from drivetrain_learner import Checkpoint, latest_checkpoint, load_checkpoint
 from drivetrain_telemetry import EventLog, MetricsWriter, RunDisplay, StageTimer, Summary, read_metrics
 
+from drivetrain_ppo.accelerator import environment
 from drivetrain_ppo.config import ConfigError, RunConfig, to_yaml
 from drivetrain_ppo.parts import Learners
 from drivetrain_ppo.preflight import RUNS
@@ -151,7 +153,12 @@ class RunDirectory:
             events=stack.enter_context(EventLog(self.path / "events.jsonl")),
             display=stack.enter_context(RunDisplay(title=self._config.name, steps=self._config.trainer.steps)),
         )
-        files.events.write("resumed" if resumed else "started", step=0 if checkpoint is None else checkpoint.step)
+        files.events.write(
+            "resumed" if resumed else "started",
+            step=0 if checkpoint is None else checkpoint.step,
+            command=sys.argv,
+            environment=environment(),
+        )
         files.display.note(f"run: {self.path}")
         return files
 

@@ -4,11 +4,10 @@ import asyncio
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 from drivetrain_buffer import Ledger, RolloutBuffer
-from drivetrain_rewards import RewardRequest, Score, ScoreFailure
+from drivetrain_rewards import RewardRequest, Rewards, Score, ScoreFailure
 from drivetrain_rollout import (
     Completion,
     GenerateRequest,
@@ -21,13 +20,6 @@ from drivetrain_rollout import (
 
 from drivetrain_ppo.config import RolloutConfig
 from drivetrain_ppo.data import Prompt, PromptSource, PromptState, Tokenizer
-
-
-class Rewards(Protocol):
-    """What scores responses: a pool of worker processes, or a cheap verifier in this one."""
-
-    async def score(self, requests: Sequence[RewardRequest]) -> list[Score | ScoreFailure]: ...
-    def close(self) -> None: ...
 
 
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ def math_answer(request: RewardRequest) -> float:
                     return 1.0
             except TimeoutException:
                 timed_out = True
-            except Exception:  # sympy cannot compare the two, so they are not equal
+            except Exception:  # noqa: BLE001  # sympy cannot compare the two, so they are not equal
                 continue
     if timed_out:
         raise TimeoutError(f"math-verify could not compare the answer within {_SECONDS} s")

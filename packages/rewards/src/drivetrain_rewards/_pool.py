@@ -131,7 +131,7 @@ class RewardPool(Rewards):
         try:
             process = self._start()
             self._settle_first(None)
-        except Exception as error:  # the constructor raises it, if no other worker was quicker
+        except Exception as error:  # noqa: BLE001  # the constructor raises it, if no other worker was quicker
             self._settle_first(error)
         try:
             while (job := self._jobs.get()) is not None:
@@ -149,7 +149,7 @@ class RewardPool(Rewards):
             return process
         try:
             process = process or self._start()
-        except (OSError, ValueError, RuntimeError, WorkerDied) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             self._fail(job, "worker_died", f"no worker could be started: {error}")
             return None
         try:
@@ -168,7 +168,7 @@ class RewardPool(Rewards):
         """A new worker at once, so that the next sample need not wait for it; None leaves it to the next sample."""
         try:
             return self._start()
-        except (OSError, ValueError, RuntimeError, WorkerDied) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             if not self._closed:
                 log.warning("a reward worker could not be replaced yet: %s", error)
             return None

@@ -50,9 +50,8 @@ class WorkerProcess:
         """Have the worker import the function.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: It cannot, or ended meanwhile.
             TimeoutError: It takes longer than `seconds`.
-            WorkerDied: It ended meanwhile.
         """
         setup = Setup(function=function, sys_path=sys.path)
         deadline = time.monotonic() + seconds
@@ -62,7 +61,7 @@ class WorkerProcess:
         except TimeoutError:
             raise TimeoutError(f"{function!r} was not imported within {seconds:g} s") from None
         except (EOFError, BrokenPipeError, msgspec.DecodeError):
-            raise WorkerDied(f"{self._ending()} while it imported {function!r}") from None
+            raise ValueError(f"cannot import {function!r}: {self._ending()} meanwhile") from None
         if ready.error:
             raise ValueError(ready.error)
 

@@ -14,12 +14,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from drivetrain_rollout._checks import Manifest, completion
+from drivetrain_rollout._jobs import Abort, Barrier, Close, End, Generate, Job, Ping, settle
 from drivetrain_rollout.engine import (
     DigestFunction,
     EngineInfo,
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 QUIET = 0.001
-LONGEST_GATHERING = 0.02
-"""An idle engine starts once nothing has come for QUIET seconds, so that requests sent together are batched together;
-at the latest after LONGEST_GATHERING."""
+MOST_LOOKS = 20
+"""An idle engine that gets a job looks again every QUIET seconds until nothing more has come, MOST_LOOKS times at most:
+requests that are sent together start together, and callers are not disturbed at each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,65 +83,6 @@ class Backend(Protocol):
         """Free everything."""
 
 
-@dataclass(slots=True)
-class Generate:
-    """Sample a response; ends with the completion."""
-
-    request: GenerateRequest
-    future: Future[Completion] = field(default_factory=Future)
-
-
-@dataclass(slots=True)
-class Barrier:
-    """Call ``run`` when nothing is running; ends with its result."""
-
-    what: str
-    run: Callable[[], Any]
-    future: Future[Any] = field(default_factory=Future)
-
-
-@dataclass(slots=True)
-class Ping:
-    """Ends as soon as the thread sees it."""
-
-    what: str
-    future: Future[None] = field(default_factory=Future)
-
-
-@dataclass(slots=True)
-class Abort:
-    """Stop a request nobody waits for any more."""
-
-    job: Generate
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """End the thread."""
-
-
-Job = Generate | Barrier | Ping | Abort | Close
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Why the thread takes no more jobs."""
-
-    reason: Literal["engine_closed", "engine_failed"]
-    cause: BaseException | None = None
-
-    def error(self, job: Generate | Barrier | Ping) -> RequestError | RuntimeError:
-        """What the one who waits for ``job`` gets."""
-        message = "the engine is closed" if self.cause is None else f"the engine failed: {self.cause!r}"
-        error: RequestError | RuntimeError
-        if isinstance(job, Generate):
-            error = RequestError(job.request.request_id, self.reason, message)
-        else:
-            error = RuntimeError(f"{job.what}: {message}")
-        error.__cause__ = self.cause
-        return error
-
-
 class EngineLoop:
     """Runs in the engine's thread; other threads call ``put`` and read the public attributes."""
 
@@ -160,7 +101,7 @@ class EngineLoop:
         self._next_key = 0
 
     def put(self, job: Job) -> None:
-        """Hand a job over, from any thread. Raises what its future would, when the loop has ended."""
+        """Hand a job over, from any thread. When the loop has ended, raises what the reply would have been."""
         with self._ending:
             if self.end is None:
                 self._inbox.put(job)
@@ -183,31 +124,33 @@ class EngineLoop:
 
     def _take(self) -> bool:
         """Sort what arrived; wait for something when there is nothing to run. False: the engine is being closed."""
-        idle = not self._running and not self._backlog
-        gathering_until = 0.0
-        while True:
-            try:
-                if not idle:
-                    job = self._inbox.get_nowait()
-                elif not gathering_until:
-                    job = self._inbox.get()
-                    gathering_until = time.monotonic() + LONGEST_GATHERING
-                else:
-                    left = gathering_until - time.monotonic()
-                    job = self._inbox.get(timeout=min(QUIET, max(left, 0.0)))
-            except queue.Empty:
-                return True
-            self.beat = time.monotonic()
+        if self._running or self._backlog:
+            return self._sort(self._arrived())
+        going_on = self._sort([self._inbox.get()])
+        for _ in range(MOST_LOOKS):
+            time.sleep(QUIET)
+            if self._inbox.empty():
+                break
+            going_on = self._sort(self._arrived()) and going_on
+        return going_on
+
+    def _arrived(self) -> list[Job]:
+        # qsize does not block, and only this thread takes from the inbox.
+        return [self._inbox.get() for _ in range(self._inbox.qsize())]
+
+    def _sort(self, jobs: list[Job]) -> bool:
+        self.beat = time.monotonic()
+        for job in jobs:
             match job:
                 case Generate() | Barrier():
                     self._backlog.append(job)
                 case Ping():
-                    if job.future.set_running_or_notify_cancel():
-                        job.future.set_result(None)
+                    settle([(job.reply, None)])
                 case Abort():
                     self._abort(job.job)
                 case Close():
                     return False
+        return True
 
     def _admit(self) -> None:
         """Start everything up to the first barrier, and the barrier itself once nothing is running."""
@@ -216,7 +159,7 @@ class EngineLoop:
             if isinstance(job, Barrier) and self._running:
                 return
             self._backlog.popleft()
-            if not job.future.set_running_or_notify_cancel():
+            if job.reply.given_up():
                 continue
             if isinstance(job, Barrier):
                 self._pass(job)
@@ -225,11 +168,12 @@ class EngineLoop:
 
     def _start(self, job: Generate) -> None:
         request_id = job.request.request_id
+        refused: RequestError
         if self._asleep:
-            job.future.set_exception(RequestError(request_id, "engine_asleep", "the engine sleeps; wake it first"))
+            refused = RequestError(request_id, "engine_asleep", "the engine sleeps; wake it first")
         elif self.weights.status == "refused":
             message = "the engine does not hold complete weights; update them first"
-            job.future.set_exception(RequestError(request_id, "stale_weights", message))
+            refused = RequestError(request_id, "stale_weights", message)
         else:
             key, self._next_key = self._next_key, self._next_key + 1
             try:
@@ -237,17 +181,17 @@ class EngineLoop:
             except ValueError as error:
                 refused = RequestError(request_id, "engine_refused", str(error))
                 refused.__cause__ = error
-                job.future.set_exception(refused)
             else:
                 self._running[key] = job
+                return
+        settle([(job.reply, refused)])
 
     def _pass(self, job: Barrier) -> None:
         try:
-            result = job.run()
+            outcome = job.run()
         except Exception as error:  # noqa: BLE001 - belongs to whoever asked; the engine goes on
-            job.future.set_exception(error)
-        else:
-            job.future.set_result(result)
+            outcome = error
+        settle([(job.reply, outcome)])
         self.beat = time.monotonic()
 
     def _abort(self, job: Generate) -> None:
@@ -256,25 +200,24 @@ class EngineLoop:
                 del self._running[key]
                 self._backend.abort(key)
                 return
-        # Still waiting, or ended meanwhile: its future is cancelled, and _admit passes over it.
+        # Still waiting, or ended meanwhile: it was given up, and _admit passes over it.
 
     def _deliver(self, ended: list[Sampled]) -> None:
-        for sampled in ended:
-            job = self._running.pop(sampled.key, None)
-            if job is None:
-                continue  # aborted in the same step
-            try:
-                result = completion(
-                    job.request,
-                    token_ids=sampled.token_ids,
-                    logprobs=sampled.logprobs,
-                    finish_reason=sampled.finish_reason,
-                    policy_version=self.weights.policy_version,
-                )
-            except RequestError as error:
-                job.future.set_exception(error)
-            else:
-                job.future.set_result(result)
+        jobs = [(self._running.pop(sampled.key, None), sampled) for sampled in ended]
+        # Without a job: aborted after the step had begun.
+        settle((job.reply, self._completion(job.request, sampled)) for job, sampled in jobs if job is not None)
+
+    def _completion(self, request: GenerateRequest, sampled: Sampled) -> Completion | RequestError:
+        try:
+            return completion(
+                request,
+                token_ids=sampled.token_ids,
+                logprobs=sampled.logprobs,
+                finish_reason=sampled.finish_reason,
+                policy_version=self.weights.policy_version,
+            )
+        except RequestError as error:
+            return error
 
     def _finish(self, end: End) -> None:
         try:
@@ -283,14 +226,8 @@ class EngineLoop:
             self.closing_error = error
         with self._ending:
             self.end = end
-        waiting: list[Job] = [*self._running.values(), *self._backlog]
-        while not self._inbox.empty():
-            waiting.append(self._inbox.get_nowait())
-        for job in waiting:
-            if isinstance(job, Abort | Close):
-                continue
-            if job.future.running() or job.future.set_running_or_notify_cancel():
-                job.future.set_exception(end.error(job))
+        waiting = [*self._running.values(), *self._backlog, *self._arrived()]
+        settle((job.reply, end.error(job)) for job in waiting if not isinstance(job, Abort | Close))
 
     def update(self, update: WeightUpdate) -> WeightsState:
         """Barrier: load a complete set of weights, or refuse it."""

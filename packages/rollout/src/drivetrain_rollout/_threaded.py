@@ -11,7 +11,8 @@ from functools import partial
 from typing import TypeVar
 
 from drivetrain_rollout._checks import check_request
-from drivetrain_rollout._loop import Abort, Backend, Barrier, Close, EngineLoop, Generate, Job, Ping
+from drivetrain_rollout._jobs import Abort, Barrier, Close, Generate, Ping, Reply
+from drivetrain_rollout._loop import Backend, EngineLoop
 from drivetrain_rollout.engine import (
     DigestFunction,
     EngineConfig,
@@ -70,7 +71,7 @@ class ThreadedEngine(RolloutEngine):
         check_request(request, self._info)
         job = Generate(request)
         try:
-            return await self._ask(job, job.future, f"request {request.request_id!r}")
+            return await self._ask(job, job.reply, f"request {request.request_id!r}")
         except asyncio.CancelledError:
             self._loop.put(Abort(job))
             raise
@@ -80,7 +81,7 @@ class ThreadedEngine(RolloutEngine):
 
     async def update_weights(self, update: WeightUpdate) -> WeightsState:
         job = Barrier(f"update_weights to version {update.policy_version}", partial(self._loop.update, update))
-        state: WeightsState = await self._ask(job, job.future, job.what)
+        state: WeightsState = await self._ask(job, job.reply, job.what)
         return state
 
     async def sleep(self, level: int = 1) -> None:
@@ -91,15 +92,15 @@ class ThreadedEngine(RolloutEngine):
         if level not in (1, 2):
             raise ValueError(f"sleep level {level}: use 1 (keep the weights in host memory) or 2 (drop them)")
         job = Barrier("sleep", partial(self._loop.sleep, level))
-        await self._ask(job, job.future, job.what)
+        await self._ask(job, job.reply, job.what)
 
     async def wake(self) -> None:
         job = Barrier("wake", self._loop.wake)
-        await self._ask(job, job.future, job.what)
+        await self._ask(job, job.reply, job.what)
 
     async def health(self) -> None:
         job = Ping("health")
-        await self._ask(job, job.future, job.what)
+        await self._ask(job, job.reply, job.what)
 
     async def close(self) -> None:
         self._loop.put(Close())
@@ -110,21 +111,20 @@ class ThreadedEngine(RolloutEngine):
             self._loop.closing_error = None
             raise RuntimeError(f"close: {self._config.engine} did not end cleanly: {error!r}") from error
 
-    async def _ask(self, job: Job, future: Future[T], what: str) -> T:
+    async def _ask(self, job: Generate | Barrier | Ping, reply: Reply[T], what: str) -> T:
         """The job's result; TimeoutError once the engine's thread has not moved for ``stall_timeout`` seconds."""
         self._loop.put(job)
-        waiter = asyncio.wrap_future(future)
         timeout = self._config.stall_timeout
         try:
             while True:
-                await asyncio.wait((waiter,), timeout=timeout)
-                if waiter.done():
-                    return waiter.result()
+                await asyncio.wait((reply.future,), timeout=timeout)
+                if reply.future.done():
+                    return reply.future.result()
                 still = time.monotonic() - self._loop.beat
                 if still >= timeout:
                     raise TimeoutError(f"{what}: {self._config.engine} has not moved for {still:.0f} s (stall_timeout)")
         finally:
-            waiter.cancel()
+            reply.future.cancel()
 
 
 def _serve(

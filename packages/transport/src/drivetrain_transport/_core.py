@@ -141,7 +141,7 @@ class Core(ABC):
         try:
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
                 runner.run(self._main())
-        except BaseException as error:  # whatever ended the thread belongs to the owner
+        except BaseException as error:  # noqa: BLE001  # whatever ended the thread belongs to the owner
             if self._started.done():
                 self._failure = error
             else:
@@ -182,7 +182,7 @@ class Core(ABC):
         if not self._stopped.done():
             self._stopped.set_result(None)
 
-    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _on_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if "handle" in context and error is not None and not self._stopped.done():
             self._stopped.set_exception(error)  # one of the endpoint's own callbacks: it cannot go on

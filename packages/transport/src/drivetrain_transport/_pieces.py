@@ -14,8 +14,8 @@ from drivetrain_transport._errors import FrameError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-PIECE_BYTES = 4 << 20
-"""About 20 ms of encryption."""
+PIECE_BYTES = 1 << 20
+"""About 3 ms of encryption."""
 
 
 def split(frames: Sequence[Buffer]) -> tuple[list[Buffer], tuple[int, ...]]:
