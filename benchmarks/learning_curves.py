@@ -30,7 +30,7 @@ def read_run(folder: pathlib.Path) -> dict[str, Any]:
     )
     return {
         "run": folder.name,
-        "command": " ".join(pathlib.Path(word).name if word.startswith("/") else word for word in begun["command"]),
+        "command": " ".join(["drivetrain-ppo", *begun["command"][1:]]),
         "environment": begun["environment"],
         "reward_before": summary.reward_before,
         "reward_after": summary.reward_after,

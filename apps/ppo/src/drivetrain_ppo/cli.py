@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     worker = commands.add_parser("rollout-worker", help="host an engine for a run, on this host or another")
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="the address the run listens on")
     worker.add_argument("--keys", help="folder of CURVE keys; needed off this host")
+    worker.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for the run to be there")
     worker.add_argument("--parent", type=int, help=argparse.SUPPRESS)
 
     keys = commands.add_parser("keys", help="make CURVE keys for a run whose workers are on other hosts")
@@ -155,7 +156,7 @@ def _rollout_worker(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     from drivetrain_ppo.worker import run_worker
 
-    run_worker(arguments.join, keys=arguments.keys)
+    run_worker(arguments.join, keys=arguments.keys, timeout=arguments.timeout)
     return 0
 
 

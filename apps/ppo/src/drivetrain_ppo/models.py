@@ -49,6 +49,7 @@ def load_tokenizer(source: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    tokenizer.clean_up_tokenization_spaces = False  # a reward sees what was sampled, not a tidied text
     checked: Tokenizer = tokenizer
     return checked
 

@@ -30,8 +30,11 @@ def build_engine(config: EngineConfig) -> RolloutEngine:
     return ENGINES[config.engine](config)
 
 
-def run_worker(address: str, *, keys: str | None) -> None:
-    """Join the controller, host the engine it asks for, and return when it says goodbye or is lost."""
+def run_worker(address: str, *, keys: str | None, timeout: float) -> None:
+    """Join the controller, host the engine it asks for, and return when it says goodbye or is lost.
+
+    Waits up to `timeout` seconds for the controller to be there.
+    """
     from drivetrain_rollout.remote import serve
     from drivetrain_transport import load_keys
 
@@ -40,4 +43,5 @@ def run_worker(address: str, *, keys: str | None) -> None:
         factory=build_engine,
         name=f"rollout-worker-{os.getpid()}",
         keys=None if keys is None else load_keys(keys),
+        timeout=timeout,
     )

@@ -19,9 +19,23 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sample one response: Generated or RequestFailed."""
+    """Sample a response to each request, and answer with the first that end: Ended."""
 
-    request: GenerateRequest
+    batch: int
+    requests: tuple[GenerateRequest, ...]
+
+
+class More(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The next responses of a batch to end: Ended."""
+
+    batch: int
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nobody waits for one request of a batch any more; it ends somehow. Done."""
+
+    batch: int
+    index: int
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -65,24 +79,32 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weights: WeightsState
 
 
-class Generated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One response."""
+class RequestFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """A RequestError."""
 
-    completion: Completion
+    request_id: str
+    reason: RequestErrorReason
+    message: str
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request of a batch ended, by its index there: one of the two is there."""
+
+    index: int
+    completion: Completion | None = None
+    failure: RequestFailed | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """At least one outcome of a batch, each of which is told once."""
+
+    outcomes: tuple[Outcome, ...]
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It happened; the engine's weights after it."""
 
     weights: WeightsState
-
-
-class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A RequestError."""
-
-    request_id: str
-    reason: RequestErrorReason
-    message: str
 
 
 ErrorKind = Literal["WeightsRefused", "ValueError", "TimeoutError", "RuntimeError"]
@@ -97,7 +119,7 @@ class CallFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 PROTOCOL = Protocol(
-    requests=Start | Generate | Bucket | Commit | Sleep | Wake | Health | Stop,
-    replies=Started | Generated | Done | RequestFailed | CallFailed,
+    requests=Start | Generate | More | Abort | Bucket | Commit | Sleep | Wake | Health | Stop,
+    replies=Started | Ended | Done | CallFailed,
     version="drivetrain-rollout/1",
 )

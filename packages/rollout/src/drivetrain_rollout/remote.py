@@ -3,7 +3,9 @@
     controller                                       worker
     Endpoint.bind(protocol=PROTOCOL)   ◄── joins ─── serve(address, factory=...)
     RemoteEngine(peer, config)         ── Start ───► factory(config): an engine
-    generate, sleep, wake, health      ────────────► the same call there, any number at once
+    generate                           ── Generate ► what one turn of the event loop asks for, in one message;
+                                       ◄── Ended ───  completions, as they come
+    sleep, wake, health                ────────────► the same call there
     update_weights                     ── Buckets ─► kept aside while it serves
                                        ── Commit ──► checked and loaded as one update
 
@@ -13,9 +15,10 @@ A worker has one engine at a time. It returns when its controller says goodbye o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +27,7 @@ from drivetrain_transport import Endpoint, PeerLost, RemoteError
 from drivetrain_rollout import _messages as messages
 from drivetrain_rollout._checks import check_request
 from drivetrain_rollout._messages import PROTOCOL
+from drivetrain_rollout._worker import Worker
 from drivetrain_rollout.engine import (
     EngineConfig,
     EngineInfo,
@@ -72,7 +76,9 @@ class RemoteEngine(RolloutEngine):
         """Blocks until the engine is up. Make several at once in threads of their own."""
         self._peer = peer
         self._timeout = timeout
-        self._updates = itertools.count()
+        self._numbers = itertools.count()
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[GenerateRequest, asyncio.Future[Completion]]]] = {}
+        self._pumps: set[asyncio.Task[None]] = set()
         self._closed = False
         self._weights = WeightsState(policy_version=0, digest=None, status="refused")
         try:
@@ -95,18 +101,57 @@ class RemoteEngine(RolloutEngine):
         check_request(request, self._info)
         if self._closed:
             raise RequestError(request.request_id, "engine_closed", "the engine is closed")
+        loop = asyncio.get_running_loop()
+        waiting = self._outbox.setdefault(loop, [])
+        if not waiting:
+            loop.call_soon(self._send, loop)
+        waiting.append((request, future := loop.create_future()))
+        return await future
+
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send what this turn of the loop has gathered, as one message."""
+        gathered = [(request, future) for request, future in self._outbox.pop(loop, []) if not future.done()]
+        if gathered:
+            pump = loop.create_task(self._pump(gathered))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, gathered: list[tuple[GenerateRequest, asyncio.Future[Completion]]]) -> None:
+        """Take in the outcomes of one message's requests, as they end."""
+        number = next(self._numbers)
+        waiting = dict(enumerate(gathered))
+        for index, (_, future) in waiting.items():
+            future.add_done_callback(partial(self._given_up, number, index))
+        call: Any = messages.Generate(batch=number, requests=tuple(request for request, _ in gathered))
         try:
-            reply = await self._peer.call_async(messages.Generate(request=request), timeout=self._timeout)
-        except (PeerLost, RemoteError, TimeoutError) as error:
+            while waiting:
+                reply = await self._peer.call_async(call, timeout=self._timeout)
+                if isinstance(reply, messages.CallFailed):
+                    raise RuntimeError(reply.message)
+                for outcome in reply.outcomes:
+                    _settle(waiting.pop(outcome.index)[1], outcome)
+                call = messages.More(batch=number)
+        except (PeerLost, RemoteError, TimeoutError, RuntimeError) as error:
             self._note_loss(error)
-            raise RequestError(request.request_id, "engine_failed", str(error)) from error
-        if isinstance(reply, messages.RequestFailed):
-            raise RequestError(reply.request_id, reply.reason, reply.message)
-        completion: Completion = reply.completion
-        return completion
+            for request, future in waiting.values():
+                if not future.done():
+                    failed = RequestError(request.request_id, "engine_failed", str(error))
+                    failed.__cause__ = error
+                    future.set_exception(failed)
+
+    def _given_up(self, number: int, index: int, future: asyncio.Future[Completion]) -> None:
+        if future.cancelled() and self._peer.state == "open":
+            abort = asyncio.ensure_future(self._abort(number, index))
+            self._pumps.add(abort)
+            abort.add_done_callback(self._pumps.discard)
+
+    async def _abort(self, number: int, index: int) -> None:
+        # If the worker is gone, so is the request.
+        with contextlib.suppress(PeerLost):
+            await self._peer.call_async(messages.Abort(batch=number, index=index), timeout=self._timeout)
 
     async def update_weights(self, update: WeightUpdate) -> WeightsState:
-        number = next(self._updates)
+        number = next(self._numbers)
         for names, tensors in _buckets(update.tensors):
             await self._call(messages.Bucket(update=number, names=names, tensors=tensors), "update_weights")
         commit = messages.Commit(update=number, policy_version=update.policy_version, digest=update.digest)
@@ -134,6 +179,8 @@ class RemoteEngine(RolloutEngine):
         """Ask the worker, and note which weights it says it has."""
         if self._closed:
             raise RuntimeError(f"{what}: the engine is closed")
+        self._send(asyncio.get_running_loop())
+        await asyncio.sleep(0)  # requests that were made before this call are sent before it
         try:
             reply = await self._peer.call_async(request, timeout=self._timeout)
         except (PeerLost, RemoteError) as error:
@@ -157,6 +204,17 @@ class RemoteEngine(RolloutEngine):
             "TimeoutError": TimeoutError,
         }
         raise kinds.get(reply.kind, RuntimeError)(f"{what} on worker {self._peer.name}: {reply.message}")
+
+
+def _settle(future: asyncio.Future[Completion], outcome: messages.Outcome) -> None:
+    if future.done():
+        return  # given up
+    if outcome.failure is not None:
+        failure = outcome.failure
+        future.set_exception(RequestError(failure.request_id, failure.reason, failure.message))
+    else:
+        assert outcome.completion is not None
+        future.set_result(outcome.completion)
 
 
 def _buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[tuple[str, ...], tuple[Tensor, ...]]]:
@@ -197,7 +255,7 @@ def serve(
     Raises:
         TimeoutError, ConnectionError: there is no controller at the address, or it turned this worker away.
     """
-    worker = _Worker(factory)
+    worker = Worker(factory)
     try:
         with Endpoint.connect(
             address, protocol=PROTOCOL, handler=worker.answer, name=name, keys=keys, timeout=timeout
@@ -205,85 +263,3 @@ def serve(
             endpoint.wait_closed()
     finally:
         asyncio.run(worker.close())
-
-
-class _Worker:
-    """Answers the controller's requests, on the endpoint's loop."""
-
-    def __init__(self, factory: Callable[[EngineConfig], RolloutEngine]) -> None:
-        self._factory = factory
-        self._maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drivetrain-start")
-        self._made: Future[RolloutEngine] | None = None
-        self._engine: RolloutEngine | None = None
-        self._update = -1
-        self._kept: list[tuple[str, Tensor]] = []
-
-    async def answer(self, _peer: Peer, request: Any) -> Any:
-        """The transport's handler. The contract's errors are replies; any other reaches the caller as RemoteError."""
-        if isinstance(request, messages.Generate):
-            return await self._generate(request.request)
-        try:
-            if isinstance(request, messages.Start):
-                return await self._start(request.config)
-            engine = self._engine
-            if engine is None:
-                raise RuntimeError("no engine was started here")
-            await self._do(request, engine)
-            return messages.Done(weights=engine.weights)
-        except (WeightsRefused, ValueError, TimeoutError, RuntimeError) as error:
-            state = self._engine.weights if self._engine is not None else None
-            return messages.CallFailed(kind=_kind(error), message=str(error), weights=state)
-
-    async def _generate(self, request: GenerateRequest) -> messages.Generated | messages.RequestFailed:
-        try:
-            if self._engine is None:
-                raise RequestError(request.request_id, "engine_closed", "no engine was started here")
-            return messages.Generated(completion=await self._engine.generate(request))
-        except RequestError as error:
-            return messages.RequestFailed(request_id=error.request_id, reason=error.reason, message=error.message)
-
-    async def _start(self, config: EngineConfig) -> messages.Started:
-        if self._made is not None:
-            raise RuntimeError("an engine was started here already; close it first")
-        self._made = self._maker.submit(self._factory, config)
-        try:
-            self._engine = engine = await asyncio.wrap_future(self._made)
-        except Exception:
-            self._made = None
-            raise
-        return messages.Started(info=engine.info, weights=engine.weights)
-
-    async def _do(self, request: Any, engine: RolloutEngine) -> None:
-        match request:
-            case messages.Bucket(update=update, names=names, tensors=tensors):
-                if update != self._update:
-                    self._update, self._kept = update, []
-                self._kept.extend(zip(names, tensors, strict=True))
-            case messages.Commit(update=update, policy_version=version, digest=digest):
-                if update != self._update:
-                    raise RuntimeError(f"update {update} was given up for update {self._update}; send it again, alone")
-                kept, self._update, self._kept = self._kept, -1, []
-                await engine.update_weights(WeightUpdate(policy_version=version, digest=digest, tensors=kept))
-            case messages.Sleep(level=level):
-                await engine.sleep(level)
-            case messages.Wake():
-                await engine.wake()
-            case messages.Health():
-                await engine.health()
-            case messages.Stop():
-                self._engine = self._made = None
-                await engine.close()
-
-    async def close(self) -> None:
-        """Close the engine, also one that is still being made; on any loop, after the endpoint's has ended."""
-        self._maker.shutdown()
-        if self._made is not None and not self._made.cancelled():
-            await self._made.result(timeout=0).close()
-
-
-def _kind(error: Exception) -> messages.ErrorKind:
-    if isinstance(error, WeightsRefused):
-        return "WeightsRefused"
-    if isinstance(error, ValueError):
-        return "ValueError"
-    return "TimeoutError" if isinstance(error, TimeoutError) else "RuntimeError"
