@@ -11,7 +11,9 @@ from drivetrain_ppo.accelerator import (
     check_visible_devices,
     choose,
     detect,
+    device_variables,
     resolve_engine,
+    visible_devices,
 )
 from drivetrain_ppo.assemblies import ASSEMBLIES, choose_assembly
 from drivetrain_ppo.config import ConfigError, load_config
@@ -73,6 +75,32 @@ def test_conflicting_device_variables(environ: dict[str, str], conflict: bool) -
     else:
         check_visible_devices(ROCM, environ)
     check_visible_devices(CUDA, {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "1,0"}, ["1", "0"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-5c, GPU-1a"}, ["GPU-5c", "GPU-1a"]),
+        ({"HIP_VISIBLE_DEVICES": ""}, []),
+        ({}, ["0", "1", "2"]),
+    ],
+)
+def test_devices_for_child_processes(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], devices: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert visible_devices(ROCM, environ) == devices
+    assert visible_devices(CPU, environ) == []
+
+
+def test_a_child_gets_one_variable_and_no_other() -> None:
+    assert device_variables(ROCM, "3") == {
+        "HIP_VISIBLE_DEVICES": "3",
+        "CUDA_VISIBLE_DEVICES": None,
+        "ROCR_VISIBLE_DEVICES": None,
+    }
+    assert device_variables(CUDA, "GPU-5c") == {"CUDA_VISIBLE_DEVICES": "GPU-5c"}
 
 
 def test_unknown_names() -> None:

@@ -18,8 +18,8 @@ from drivetrain_rollout import (
     SamplingParams,
     WeightUpdate,
 )
-from drivetrain_rollout import remote as remote_module
 from drivetrain_rollout.remote import PROTOCOL, RemoteEngine, serve
+from drivetrain_rollout.remote import _engine as remote_engine
 from drivetrain_rollout.testing import CONTRACT, ScriptedEngine, Subject, check_close, sha256_digest
 from drivetrain_transport import Endpoint, Peer, PeerLost
 
@@ -111,7 +111,7 @@ def test_what_the_factory_raises_reaches_the_controller_and_it_may_try_again():
 
 
 def test_weights_travel_in_buckets_and_are_served_only_after_the_commit(monkeypatch):
-    monkeypatch.setattr(remote_module, "BUCKET_BYTES", 4 * 9)
+    monkeypatch.setattr(remote_engine, "BUCKET_BYTES", 4 * 9)
     engines: list[ScriptedEngine] = []
     sent: list[tuple[str, int]] = []
 
@@ -128,7 +128,7 @@ def test_weights_travel_in_buckets_and_are_served_only_after_the_commit(monkeypa
 
     with Endpoint.bind(protocol=PROTOCOL) as endpoint, worker(endpoint, factory) as (peer, _):
         engine = RemoteEngine(peer, CONFIG)
-        buckets = list(remote_module._buckets(weights))
+        buckets = list(remote_engine._buckets(weights))
         update = WeightUpdate(policy_version=3, digest=sha256_digest(weights), tensors=watched())
         state = run(engine.update_weights(update))
     assert [names for names, _ in buckets] == [("a", "c"), ("b",), ("d",)]
@@ -172,6 +172,91 @@ def test_hundreds_of_requests_are_in_flight_at_once():
     with Endpoint.bind(protocol=PROTOCOL) as endpoint, worker(endpoint, factory) as (peer, _):
         completions = run(scenario(RemoteEngine(peer, CONFIG)))
     assert [completion.request_id for completion in completions] == [str(i) for i in range(300)]
+
+
+def test_a_response_does_not_wait_for_the_others_it_was_asked_for_with():
+    gate = threading.Event()
+
+    def respond(wanted: GenerateRequest) -> list[int]:
+        assert wanted.request_id == "fast" or gate.wait(DEADLINE)
+        return [1, 2]
+
+    async def scenario(engine: RemoteEngine):
+        fast, slow = (asyncio.ensure_future(engine.generate(request(name))) for name in ("fast", "slow"))
+        first = (await fast).request_id
+        assert not slow.done()
+        gate.set()
+        return first, (await slow).request_id
+
+    with (
+        Endpoint.bind(protocol=PROTOCOL) as endpoint,
+        worker(endpoint, lambda _: ScriptedEngine(respond=respond)) as (
+            peer,
+            _,
+        ),
+    ):
+        assert run(scenario(RemoteEngine(peer, CONFIG))) == ("fast", "slow")
+
+
+def test_a_message_that_cannot_be_sent_fails_its_requests_alone():
+    with (
+        Endpoint.bind(protocol=PROTOCOL, max_message_bytes=100_000) as endpoint,
+        worker(endpoint, lambda _: ScriptedEngine()) as (peer, _),
+    ):
+        engine = RemoteEngine(peer, CONFIG)
+        with pytest.raises(RequestError, match="100000") as caught:
+            run(engine.generate(request("x" * 200_000)))
+        assert caught.value.reason == "engine_failed"
+        assert len(run(engine.generate(request("a"))).response_token_ids) == 2
+
+
+def test_calls_keep_the_order_they_were_made_in():
+    engines: list[ScriptedEngine] = []
+
+    def factory(_config: EngineConfig) -> RolloutEngine:
+        engines.append(ScriptedEngine())
+        return engines[0]
+
+    async def scenario(engine: RemoteEngine):
+        first = asyncio.ensure_future(engine.generate(request("first")))
+        await asyncio.sleep(0)
+        await engine.sleep(1)
+        await asyncio.gather(first, engine.wake(), engine.generate(request("second")))
+
+    with Endpoint.bind(protocol=PROTOCOL) as endpoint, worker(endpoint, factory) as (peer, _):
+        run(scenario(RemoteEngine(peer, CONFIG)))
+    assert engines[0].events == ["add first", "sleep 1", "wake", "add second", "close"]
+
+
+def test_an_event_loop_that_ends_gives_up_its_requests_at_the_worker():
+    entered, gate = threading.Event(), threading.Event()
+    engines: list[ScriptedEngine] = []
+
+    def respond(_request: GenerateRequest) -> list[int]:
+        entered.set()
+        assert gate.wait(DEADLINE)
+        return [1]
+
+    def factory(_config: EngineConfig) -> RolloutEngine:
+        engines.append(ScriptedEngine(respond=respond))
+        return engines[0]
+
+    async def leave_behind(engine: RemoteEngine):
+        left = [asyncio.ensure_future(engine.generate(request(str(i)))) for i in range(3)]
+        await asyncio.to_thread(entered.wait, DEADLINE)
+        return len(left)
+
+    async def inbox_holds(count: int) -> None:
+        while engines[0]._loop._inbox.qsize() < count:
+            await asyncio.sleep(0.005)
+
+    with Endpoint.bind(protocol=PROTOCOL) as endpoint, worker(endpoint, factory) as (peer, _):
+        engine = RemoteEngine(peer, CONFIG)
+        assert run(leave_behind(engine)) == 3
+        run(inbox_holds(3))
+        gate.set()
+        run(engine.health())
+    assert engines[0].events == ["add 0", "add 1", "add 2", "abort 1", "abort 2", "close"]
 
 
 def test_a_cancelled_request_is_cancelled_at_the_worker():

@@ -243,21 +243,21 @@ def test_an_engine_that_stands_still_is_reported_with_what_was_waited_for():
 
     stuck, silent = run(scenario())
     assert (stuck.request_id, stuck.reason) == ("a", "engine_failed")
-    assert "request 'a': scripted has not moved for 0 s (stall_timeout)" in str(stuck)
+    assert "request 'a': scripted has not moved for" in str(stuck)
     assert isinstance(silent, TimeoutError)
     assert str(silent).startswith("health: scripted has not moved")
 
 
 def test_slow_but_moving_is_not_standing_still():
     moving = threading.Event()
-    engine = ScriptedEngine(respond=lambda _: [1] if not moving.wait(0.15) else [2], stall_timeout=0.3)
+    engine = ScriptedEngine(respond=lambda _: [1] if not moving.wait(0.25) else [2], stall_timeout=1.5)
 
     async def scenario():
-        completions = await asyncio.gather(*(engine.generate(request(str(i))) for i in range(6)))
+        completions = await asyncio.gather(*(engine.generate(request(str(i))) for i in range(8)))
         await engine.close()
         return completions
 
-    assert [c.response_token_ids for c in run(scenario())] == [(1,)] * 6
+    assert [c.response_token_ids for c in run(scenario())] == [(1,)] * 8
 
 
 def test_what_building_the_model_raises_reaches_the_constructor():

@@ -218,6 +218,8 @@ def failure(make):
 
 async def main():
     facts["unknown"] = failure(lambda: VLLMEngine(config(enable_prefix_cachign=True)))
+    tight = EngineConfig(engine="vllm", model=str(first), max_model_len=64, kv_cache_bytes=1 << 10)
+    facts["tight"] = failure(lambda: VLLMEngine(tight))
     facts["device"] = failure(lambda: VLLMEngine(EngineConfig(engine="vllm", model=str(first), device="cuda")))
     engine = VLLMEngine(config())
     facts["second"] = failure(lambda: VLLMEngine(config()))
@@ -260,6 +262,8 @@ def test_in_the_callers_own_process(tmp_path):
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
     assert "no argument 'enable_prefix_cachign'; did you mean 'enable_prefix_caching'?" in facts["unknown"]
+    assert facts["tight"].startswith("ValueError: vLLM did not start: No available memory for the cache blocks")
+    assert "its kv_cache_memory_bytes is EngineConfig.kv_cache_bytes" in facts["tight"]
     assert "device 'cuda': the installed vLLM" in facts["device"]
     assert facts["second"].startswith("RuntimeError: a VLLMEngine is open in this process already")
     assert facts["broken"].startswith("policy version 1: loading broke off (")
@@ -292,4 +296,4 @@ def test_flat_logprobs_are_taken_as_they_are():
 def test_arguments_the_engine_sets_itself_are_refused(name: str):
     config = EngineConfig(engine="vllm", model="m", engine_args={name: "raw_logprobs"})
     with pytest.raises(ValueError, match=f"engine_args may not set '{name}': use "):
-        _arguments(config, dtype="float32", eager=True)
+        _arguments(config, dtype="float32", eager=True, longest=64)

@@ -28,12 +28,20 @@ PROBE = """
 import importlib, json, os, sys
 before = dict(os.environ)
 module = importlib.import_module(sys.argv[1])
+
+def found(name):
+    # What an extra brings is missing here, and says which extra that is.
+    try:
+        return hasattr(module, name)
+    except ImportError as error:
+        return "pip install" in str(error)
+
 print(json.dumps({
     "heavy": [name for name in sys.argv[2].split() if name in sys.modules],
     "environment": sorted(set(before.items()) ^ set(os.environ.items())),
     "threads": __import__("threading").active_count(),
     "file": module.__file__,
-    "exported": [name for name in module.__all__ if not hasattr(module, name)],
+    "exported": [name for name in module.__all__ if not found(name)],
     "process_group": "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized(),
 }))
 """

@@ -117,6 +117,27 @@ def check_visible_devices(accelerator: Accelerator, environ: Mapping[str, str]) 
         )
 
 
+def visible_devices(accelerator: Accelerator, environ: Mapping[str, str]) -> list[str]:
+    """The devices a child process can be given, as the accelerator's variable names them; none on a CPU.
+
+    A variable that is set names them itself (numbers or UUIDs, in its order); an empty one means none.
+    """
+    if accelerator.visible_devices is None:
+        return []
+    for name in (accelerator.visible_devices, *accelerator.other_visible_devices):
+        if name in environ:
+            return [device.strip() for device in environ[name].split(",") if device.strip()]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def device_variables(accelerator: Accelerator, device: str) -> dict[str, str | None]:
+    """The environment in which a process sees one device: one variable that chooses, and none that chooses again."""
+    assert accelerator.visible_devices is not None
+    return {**dict.fromkeys(accelerator.other_visible_devices), accelerator.visible_devices: device}
+
+
 def environment() -> dict[str, str]:
     """What a result was measured with: versions, processor, devices."""
     import torch

@@ -111,6 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Namespace) -> int:
+    sys.path.insert(0, os.getcwd())  # where a reward function of one's own is looked for first
     from rich.console import Console
 
     from drivetrain_ppo.accelerator import check_names
@@ -129,7 +130,8 @@ def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Nam
     check_source(config)
     check_data_source(config.data.source)
     check_reward(config.reward.function)
-    check_address(config.rollout.listen, keys=config.rollout.keys)
+    if os.environ.get("RANK", "0") == "0":
+        check_address(config.rollout.listen, keys=config.rollout.keys)
     signal.signal(signal.SIGTERM, _interrupt)
     # Learner and engine take turns on the same cores: a thread that waits must not spin. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -178,8 +180,10 @@ def _export(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> int:
     from drivetrain_ppo.config import load_config, to_yaml
 
-    path = None if arguments.config is None else config_path(arguments.config)
-    print(to_yaml(load_config(path, arguments.overrides)), end="")
+    named, overrides = arguments.config, arguments.overrides
+    if named is not None and "=" in named:
+        named, overrides = None, [named, *overrides]
+    print(to_yaml(load_config(None if named is None else config_path(named), overrides)), end="")
     return 0
 
 

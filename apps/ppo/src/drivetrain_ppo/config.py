@@ -40,6 +40,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_prompt_tokens: int = 512
     """Longer prompts are left out when the data is read, and counted."""
     shuffle: bool = True
+    """A new order each epoch; false keeps the file's."""
     options: dict[str, Any] = {}
     """Settings of the task generator itself, e.g. `{min_terms: 2, max_terms: 2}`."""
     prompt_key: str = "prompt"
@@ -47,38 +48,51 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     answer_key: str = "answer"
     """JSONL: the key of the exact answer."""
     system_prompt: str = ""
+    """Put before each conversation that has none of its own."""
 
 
 class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Supervised training of the embedded model before PPO."""
 
     demonstrations: int = 128
+    """Answers to learn from."""
     batch_size: int = 64
+    """Demonstrations in an optimizer step."""
     lr: float = 1e-3
+    """AdamW's learning rate."""
     target_accuracy: float = 0.30
     """Training stops when greedy accuracy on fresh training prompts reaches this."""
     max_steps: int = 400
+    """Optimizer steps after which it stops in any case."""
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the policy is sampled, and by which engine."""
 
     engine: str = "vllm"
+    """`vllm` or `transformers`; on ROCm `vllm_rocm` is accepted for `vllm`."""
     prompts_per_step: int = 256
+    """Prompts of one PPO step."""
     samples_per_prompt: int = 1
+    """Responses to each of them."""
     temperature: float = 1.0
+    """Divides the logits, in the engine and in the learner alike."""
     max_response_tokens: int = 16
+    """A response that reaches it is cut off there."""
     max_model_len: int | None = None
     """Longest prompt plus response; by default `data.max_prompt_tokens + rollout.max_response_tokens`."""
     max_num_seqs: int = 256
+    """Responses that an engine samples at once."""
     memory_fraction: float | None = None
     """Share of the accelerator's memory the engine may take; by default the accelerator profile's."""
     kv_cache_bytes: int | None = None
+    """Bytes of vLLM's KV cache; by default what the memory fraction leaves, or 512 MiB on a CPU."""
     enforce_eager: bool | None = None
     """Neither compile nor capture graphs; by default on a CPU only."""
     engine_args: dict[str, Any] = {}
     """Passed to the engine as they are."""
     workers: int = 1
+    """Engines, each in a process of its own."""
     spawn: bool = True
     """Start the workers on this machine; otherwise wait for `drivetrain-ppo rollout-worker --join` to come."""
     listen: str = "tcp://127.0.0.1:0"
@@ -86,6 +100,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keys: str | None = None
     """Folder of CURVE keys (`drivetrain-ppo keys FOLDER` makes one)."""
     join_timeout: float = 300.0
+    """Seconds to wait for the workers to join, and for an engine to load."""
     timeout: float = 600.0
     """Seconds one request may take before it counts as failed."""
 
@@ -94,26 +109,39 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Proximal policy optimisation (https://arxiv.org/abs/1707.06347) with a critic."""
 
     gamma: float = 1.0
+    """Discount per token."""
     lam: float = 0.95
+    """GAE's lambda: 1 is Monte-Carlo, 0 one-step."""
     clip_low: float = 0.2
+    """The ratio is held above 1 - clip_low."""
     clip_high: float = 0.2
+    """The ratio is held below 1 + clip_high."""
     value_clip: float = 0.2
+    """New values are held this close to the old ones."""
     kl_coef: float = 0.01
     """Weight of the KL penalty to the reference in the per-token rewards."""
     kl: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """The estimator of that penalty (http://joschu.net/blog/kl-approx.html)."""
     entropy_coef: float = 0.01
+    """Weight of the entropy bonus in the policy loss."""
     epochs: int = 2
+    """Passes over a step's samples."""
     minibatches: int = 2
+    """Optimizer steps of a pass."""
     whiten: bool = True
+    """Advantages are shifted and scaled to mean 0 and variance 1 over the step."""
     loss_aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
+    """How the policy loss weighs tokens and sequences."""
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How responses are scored."""
 
     function: str = "exact_match"
-    """`exact_match`, `math_answer`, `reasoning_gym`, or `module:function` from a RewardRequest to a number."""
+    """`exact_match`, `math_answer`, `reasoning_gym`, or `module:function` or `file.py:function`, from a RewardRequest to
+    a number."""
     workers: int = 1
+    """Processes that score; `exact_match` needs none."""
     deadline: float = 10.0
     """Seconds one call may take; after that its sample is failed, not scored 0."""
     max_failure_rate: float = 0.1
@@ -124,11 +152,15 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The run as a whole."""
 
     steps: int = 120
+    """PPO steps of the run."""
     device: str = "auto"
     """`auto`, `cpu`, or the accelerator's name."""
     eval_every: int = 10
+    """Steps between evaluations on the held-out prompts."""
     checkpoint_every: int = 20
+    """Steps between checkpoints; the last step has one in any case."""
     keep_checkpoints: int = 2
+    """The newest ones are kept."""
     max_staleness: int = 0
     """Optimizer steps a rollout may be behind the learner and still be trained on."""
     logprob_diff_limit: float | None = None
@@ -141,7 +173,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Everything about one run."""
 
     name: str = "ppo"
+    """Names the run's folder and its display."""
     seed: int = 1
+    """Decides data order, sampling, minibatches and the embedded model."""
     run_dir: str | None = None
     """Where the run writes; by default `runs/NAME-DATE`."""
     model: ModelConfig = ModelConfig()

@@ -27,7 +27,10 @@ def die_with_parent(parent: int) -> None:
 class Child:
     """A role of the run in its own process, its output in a log file."""
 
-    def __init__(self, role: str, arguments: Sequence[str], *, log: pathlib.Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, role: str, arguments: Sequence[str], *, log: pathlib.Path, environ: Mapping[str, str | None]
+    ) -> None:
+        """`environ` is added to this process's own; None takes a variable away."""
         self.role = role
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +41,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environ},
+                env={name: value for name, value in {**os.environ, **environ}.items() if value is not None},
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends its children in order
             )
 

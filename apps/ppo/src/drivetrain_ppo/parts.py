@@ -18,7 +18,7 @@ from drivetrain_sharding import Digest, named_tensors, shard_model
 from drivetrain_transport import Endpoint, load_keys
 
 from drivetrain_ppo import embedded, models
-from drivetrain_ppo.accelerator import Accelerator
+from drivetrain_ppo.accelerator import Accelerator, device_variables, visible_devices
 from drivetrain_ppo.config import RewardConfig, RunConfig
 from drivetrain_ppo.data import PromptData, PromptSource, Tokenizer, load_prompts
 from drivetrain_ppo.launch import Child
@@ -121,17 +121,25 @@ def gather_update(module: PolicyModel, version: int, *, dtype: torch.dtype, keep
     return WeightUpdate(policy_version=version, digest=digest.hexdigest(), tensors=tensors)
 
 
-def start_workers(config: RunConfig, endpoint: Endpoint, logs: pathlib.Path) -> list[Child]:
-    """Rollout workers on this machine, each joining `endpoint`."""
+def start_workers(config: RunConfig, endpoint: Endpoint, logs: pathlib.Path, accelerator: Accelerator) -> list[Child]:
+    """Rollout workers on this machine, each joining `endpoint` and seeing one device.
+
+    They take the devices from the last one backwards, and the learner has the first: with one device they share it.
+    """
     if not config.rollout.spawn:
         return []
+    devices = visible_devices(accelerator, os.environ)
     keys = [] if config.rollout.keys is None else ["--keys", config.rollout.keys]
     return [
         Child(
             "rollout-worker",
             ["--join", endpoint.address, *keys],
             log=logs / f"rollout-worker-{index}.log",
-            environ={"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"},
+            environ={
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "TOKENIZERS_PARALLELISM": "false",
+                **(device_variables(accelerator, devices[-1 - index % len(devices)]) if devices else {}),
+            },
         )
         for index in range(config.rollout.workers)
     ]
@@ -175,7 +183,7 @@ def engine_config(config: RunConfig, task: Task, accelerator: Accelerator) -> En
         max_model_len=rollout.max_model_len or config.data.max_prompt_tokens + rollout.max_response_tokens,
         max_num_seqs=rollout.max_num_seqs,
         memory_fraction=rollout.memory_fraction or accelerator.memory_fraction,
-        kv_cache_bytes=rollout.kv_cache_bytes,
+        kv_cache_bytes=rollout.kv_cache_bytes if rollout.engine == "vllm" else None,
         seed=config.seed,
         enforce_eager=rollout.enforce_eager,
         engine_args=rollout.engine_args,

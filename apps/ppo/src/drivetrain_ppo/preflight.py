@@ -1,5 +1,6 @@
 """Checks that cost nothing and need nothing heavy, made before a run imports or starts anything."""
 
+import importlib.util
 import pathlib
 import socket
 from urllib.parse import urlsplit
@@ -73,5 +74,22 @@ REWARDS = {
 
 
 def check_reward(function: str) -> None:
-    if function not in REWARDS and ":" not in function:
-        raise ConfigError(f"reward.function: {function!r} is unknown; choose {', '.join(REWARDS)} or module:function")
+    """Refuse a word that names no reward, and a file or module that is not there. Nothing is imported."""
+    if function in REWARDS:
+        return
+    place, colon, _ = function.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"reward.function: {function!r} is unknown; choose {', '.join(REWARDS)}, module:function or "
+            "file.py:function"
+        )
+    if place.endswith(".py"):
+        if not pathlib.Path(place).is_file():
+            raise ConfigError(f"reward.function: {place}: no such file")
+        return
+    try:
+        found = importlib.util.find_spec(place)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ConfigError(f"reward.function: there is no module {place!r} here or among the installed packages")

@@ -40,7 +40,9 @@ class RolloutSide:
 
 
 @contextlib.contextmanager
-def rollout_side(config: RunConfig, directory: RunDirectory, ranks: Ranks) -> Iterator[RolloutSide | None]:
+def rollout_side(
+    config: RunConfig, directory: RunDirectory, accelerator: Accelerator, ranks: Ranks
+) -> Iterator[RolloutSide | None]:
     """On rank 0: listen, and start the workers of this machine; on leaving, say goodbye and see them end."""
     if not ranks.is_main:
         yield None
@@ -48,7 +50,9 @@ def rollout_side(config: RunConfig, directory: RunDirectory, ranks: Ranks) -> It
     with contextlib.ExitStack() as stack:
         endpoint = listen(config)
         try:
-            children = [stack.enter_context(child) for child in start_workers(config, endpoint, directory.logs)]
+            children = [
+                stack.enter_context(child) for child in start_workers(config, endpoint, directory.logs, accelerator)
+            ]
             if not config.rollout.spawn:
                 directory.say(f"waiting for {config.rollout.workers} rollout workers to join {endpoint.address}")
             yield RolloutSide(endpoint, children)
@@ -75,7 +79,10 @@ def run_ranks(
     """
     config = resolve(config, accelerator)
     models.silence_progress_bars()
-    with RunDirectory.open(config, resumed, ranks) as directory, rollout_side(config, directory, ranks) as side:
+    with (
+        RunDirectory.open(config, resumed, ranks) as directory,
+        rollout_side(config, directory, accelerator, ranks) as side,
+    ):
         task = prepare(config, directory, ranks)
         learners = build_learners(config, task.model, accelerator, ranks)
         sampler = None

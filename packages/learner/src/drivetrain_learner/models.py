@@ -128,8 +128,7 @@ class ValueModel(nn.Module):
     def forward(self, batch: PackedBatch) -> Tensor:
         """Values, fp32 `[N]`: slot t holds the value of the tokens up to `input_ids[t]`, before its label is known."""
         hidden = _hidden_states(self.backbone, batch, self.autocast)
-        head = self.head
-        return nn.functional.linear(hidden.float(), head.weight.float(), head.bias.float())[:, 0]
+        return hidden.float() @ self.head.weight.float()[0] + self.head.bias.float()
 
 
 def _prepare(model: Any) -> None:

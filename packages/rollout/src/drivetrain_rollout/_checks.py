@@ -122,7 +122,7 @@ class Manifest:
             found[name] = tensor
         problems.extend(f"{name} (missing)" for name in self.shapes if name not in found)
         for alias, owner in self.aliases.items():
-            if not problems and alias in found and not found[alias].equal(found[owner].to(found[alias].device)):
+            if not problems and alias in found and not found[alias].equal(found[owner].to(found[alias])):
                 problems.append(f"{alias} (tied to {owner}, but different)")
         if problems:
             raise WeightsRefused(f"{len(problems)} tensors of the update do not fit the model: " + "; ".join(problems))

@@ -65,11 +65,16 @@ def argument_names() -> set[str]:
 
 def start(arguments: dict[str, Any]) -> Any:
     """An ``LLMEngine`` in this process and thread."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    except BaseException:
+        cleanup_dist_env_and_memory()  # or nothing can be started here any more
+        raise
 
 
 def stop(engine: Any) -> None:

@@ -91,7 +91,7 @@ class _TransformersBackend:
             engine_version=str(transformers.__version__),
             model=config.model,
             vocab_size=model.get_output_embeddings().weight.shape[0],
-            max_model_len=config.max_model_len or hf_config.max_position_embeddings,
+            max_model_len=config.max_model_len or hf_config.get_text_config().max_position_embeddings,
             dtype=str(dtype).removeprefix("torch."),
             device=config.device,
             can_sleep=False,

@@ -49,7 +49,8 @@ class VLLMEngine(ThreadedEngine):
     that has one, run the engine in a process of its own with ``drivetrain_rollout.remote``.
 
     One engine drives one device. On a GPU it sleeps if ``engine_args`` holds ``enable_sleep_mode=True``. On a CPU
-    prompts are prefilled whole, because vLLM's CPU workers cannot draw with a request's seed otherwise.
+    prompts are prefilled whole, because vLLM's CPU workers cannot draw with a request's seed otherwise; where it shares
+    its cores with other processes, start its process with ``OMP_WAIT_POLICY=PASSIVE``.
 
     Args:
         config: ``engine_args`` are further arguments of ``vllm.EngineArgs``.
@@ -96,7 +97,15 @@ class _VLLMBackend:
         hf_config = read_config(config.model)
         dtype = str(resolve_dtype(config.dtype, hf_config, config.device)).removeprefix("torch.")
         self.manifest: Manifest = read_manifest(hf_config)
-        self._engine = versions.start(_arguments(config, dtype=dtype, eager=eager))
+        longest = config.max_model_len or hf_config.get_text_config().max_position_embeddings
+        arguments = _arguments(config, dtype=dtype, eager=eager, longest=longest)
+        try:
+            self._engine = versions.start(arguments)
+        except ValueError as error:
+            raise ValueError(
+                f"vLLM did not start: {error} (its gpu_memory_utilization is EngineConfig.memory_fraction, "
+                "its kv_cache_memory_bytes is EngineConfig.kv_cache_bytes)"
+            ) from error
         model_config = self._engine.model_config
         self.info = EngineInfo(
             engine="vllm",
@@ -152,7 +161,7 @@ class _VLLMBackend:
             _process.release()
 
 
-def _arguments(config: EngineConfig, *, dtype: str, eager: bool) -> dict[str, Any]:
+def _arguments(config: EngineConfig, *, dtype: str, eager: bool, longest: int) -> dict[str, Any]:
     """Arguments of ``vllm.EngineArgs``."""
     for name in config.engine_args:
         if name in OWNED_ARGUMENTS:
@@ -179,9 +188,6 @@ def _arguments(config: EngineConfig, *, dtype: str, eager: bool) -> dict[str, An
     if config.device == "cpu":
         if config.engine_args.get("enable_sleep_mode"):
             raise ValueError("engine_args may not set 'enable_sleep_mode' on a CPU: there is no memory to give back")
-        from drivetrain_rollout._manifest import read_config
-
-        longest = config.max_model_len or read_config(config.model).max_position_embeddings
         arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
         # A seed and a prompt prefilled in pieces end the engine: "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False

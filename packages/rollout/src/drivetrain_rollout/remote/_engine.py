@@ -1,33 +1,18 @@
-"""An engine in another process, over ``drivetrain_transport``.
-
-    controller                                       worker
-    Endpoint.bind(protocol=PROTOCOL)   ◄── joins ─── serve(address, factory=...)
-    RemoteEngine(peer, config)         ── Start ───► factory(config): an engine
-    generate                           ── Generate ► what one turn of the event loop asks for, in one message;
-                                       ◄── Ended ───  completions, as they come
-    sleep, wake, health                ────────────► the same call there
-    update_weights                     ── Buckets ─► kept aside while it serves
-                                       ── Commit ──► checked and loaded as one update
-
-A worker has one engine at a time. It returns when its controller says goodbye or is lost.
-"""
+"""The controller's side: an engine that is somewhere else."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from drivetrain_transport import Endpoint, PeerLost, RemoteError
+from drivetrain_transport import PeerLost, RemoteError
 
-from drivetrain_rollout import _messages as messages
 from drivetrain_rollout._checks import check_request
-from drivetrain_rollout._messages import PROTOCOL
-from drivetrain_rollout._worker import Worker
 from drivetrain_rollout.engine import (
     EngineConfig,
     EngineInfo,
@@ -37,13 +22,12 @@ from drivetrain_rollout.engine import (
     WeightsState,
     WeightUpdate,
 )
+from drivetrain_rollout.remote import _messages as messages
 from drivetrain_rollout.types import Completion, GenerateRequest
 
 if TYPE_CHECKING:
-    from drivetrain_transport import Keys, Peer
+    from drivetrain_transport import Peer
     from torch import Tensor
-
-__all__ = ["BUCKET_BYTES", "PROTOCOL", "RemoteEngine", "serve"]
 
 BUCKET_BYTES = 64 << 20
 """Weights travel in messages of up to this many bytes; a larger tensor travels alone."""
@@ -105,7 +89,8 @@ class RemoteEngine(RolloutEngine):
         waiting = self._outbox.setdefault(loop, [])
         if not waiting:
             loop.call_soon(self._send, loop)
-        waiting.append((request, future := loop.create_future()))
+        future: asyncio.Future[Completion] = loop.create_future()
+        waiting.append((request, future))
         return await future
 
     def _send(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -116,12 +101,19 @@ class RemoteEngine(RolloutEngine):
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
 
+    async def _send_now(self) -> None:
+        """Let the requests that were made before this go first."""
+        self._send(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+
     async def _pump(self, gathered: list[tuple[GenerateRequest, asyncio.Future[Completion]]]) -> None:
         """Take in the outcomes of one message's requests, as they end."""
         number = next(self._numbers)
+        pump = asyncio.current_task()
+        assert pump is not None
         waiting = dict(enumerate(gathered))
         for index, (_, future) in waiting.items():
-            future.add_done_callback(partial(self._given_up, number, index))
+            future.add_done_callback(partial(self._given_up, pump, number, index))
         call: Any = messages.Generate(batch=number, requests=tuple(request for request, _ in gathered))
         try:
             while waiting:
@@ -131,7 +123,7 @@ class RemoteEngine(RolloutEngine):
                 for outcome in reply.outcomes:
                     _settle(waiting.pop(outcome.index)[1], outcome)
                 call = messages.More(batch=number)
-        except (PeerLost, RemoteError, TimeoutError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, each of the requests gets it
             self._note_loss(error)
             for request, future in waiting.values():
                 if not future.done():
@@ -139,8 +131,9 @@ class RemoteEngine(RolloutEngine):
                     failed.__cause__ = error
                     future.set_exception(failed)
 
-    def _given_up(self, number: int, index: int, future: asyncio.Future[Completion]) -> None:
-        if future.cancelled() and self._peer.state == "open":
+    def _given_up(self, pump: asyncio.Task[None], number: int, index: int, future: asyncio.Future[Completion]) -> None:
+        # A pump that is cancelled itself gives up all its requests.
+        if future.cancelled() and not pump.done() and not pump.cancelling() and self._peer.state == "open":
             abort = asyncio.ensure_future(self._abort(number, index))
             self._pumps.add(abort)
             abort.add_done_callback(self._pumps.discard)
@@ -171,6 +164,7 @@ class RemoteEngine(RolloutEngine):
         if self._closed:
             return
         self._closed = True
+        await self._send_now()
         if self._peer.state == "open":
             reply = await self._peer.call_async(messages.Stop(), timeout=CLOSE_TIMEOUT)
             self._raise_failure(reply, "close")
@@ -179,8 +173,7 @@ class RemoteEngine(RolloutEngine):
         """Ask the worker, and note which weights it says it has."""
         if self._closed:
             raise RuntimeError(f"{what}: the engine is closed")
-        self._send(asyncio.get_running_loop())
-        await asyncio.sleep(0)  # requests that were made before this call are sent before it
+        await self._send_now()
         try:
             reply = await self._peer.call_async(request, timeout=self._timeout)
         except (PeerLost, RemoteError) as error:
@@ -231,35 +224,3 @@ def _buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[tuple[str,
         bucket.append(tensor)
         size += more
     yield tuple(names), tuple(bucket)
-
-
-def serve(
-    address: str,
-    *,
-    factory: Callable[[EngineConfig], RolloutEngine],
-    name: str,
-    keys: Keys | None = None,
-    timeout: float = 60.0,
-) -> None:
-    """The worker's side: join the controller at an address, and serve the engine it asks for until it goes away.
-
-    Blocks. Returns when the controller says goodbye and also when it is lost; the engine is closed then.
-
-    Args:
-        address: where the controller's endpoint is bound; it need not be there yet.
-        factory: makes the engine, in a thread of its own: ``lambda config: VLLMEngine(config, digest=digest)``.
-        name: what the controller calls this worker, in errors too.
-        keys: the run's keys; needed if the controller is on another host.
-        timeout: seconds until the controller must have answered.
-
-    Raises:
-        TimeoutError, ConnectionError: there is no controller at the address, or it turned this worker away.
-    """
-    worker = Worker(factory)
-    try:
-        with Endpoint.connect(
-            address, protocol=PROTOCOL, handler=worker.answer, name=name, keys=keys, timeout=timeout
-        ) as endpoint:
-            endpoint.wait_closed()
-    finally:
-        asyncio.run(worker.close())

@@ -1,49 +1,77 @@
-"""What a rollout worker does with a controller's requests."""
+"""The worker's side: makes the engine it is told to make, and answers for it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from drivetrain_rollout import _messages as messages
+from drivetrain_transport import Endpoint
+
 from drivetrain_rollout.engine import EngineConfig, RequestError, RolloutEngine, WeightsRefused, WeightUpdate
-from drivetrain_rollout.types import GenerateRequest
+from drivetrain_rollout.remote import _messages as messages
+from drivetrain_rollout.types import Completion, GenerateRequest
 
 if TYPE_CHECKING:
-    from drivetrain_transport import Peer
+    from drivetrain_transport import Keys, Peer
     from torch import Tensor
+
+
+def serve(
+    address: str,
+    *,
+    factory: Callable[[EngineConfig], RolloutEngine],
+    name: str,
+    keys: Keys | None = None,
+    timeout: float = 60.0,
+) -> None:
+    """The worker's side: join the controller at an address, and serve the engine it asks for until it goes away.
+
+    Blocks. Returns when the controller says goodbye and also when it is lost; the engine is closed then.
+
+    Args:
+        address: where the controller's endpoint is bound; it need not be there yet.
+        factory: makes the engine, in a thread of its own: ``lambda config: VLLMEngine(config, digest=digest)``.
+        name: what the controller calls this worker, in errors too.
+        keys: the run's keys; needed if the controller is on another host.
+        timeout: seconds until the controller must have answered.
+
+    Raises:
+        TimeoutError, ConnectionError: there is no controller at the address, or it turned this worker away.
+    """
+    worker = Worker(factory)
+    try:
+        with Endpoint.connect(
+            address, protocol=messages.PROTOCOL, handler=worker.answer, name=name, keys=keys, timeout=timeout
+        ) as endpoint:
+            endpoint.wait_closed()
+    finally:
+        asyncio.run(worker.close())
 
 
 class Batch:
     """Requests that came in one message, and what has ended of them and was not told yet."""
 
     def __init__(self, engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> None:
+        self.untold = len(requests)
         self._ended: list[messages.Outcome] = []
         self._some_ended = asyncio.Event()
-        self._tasks = [
-            asyncio.create_task(self._generate(engine, index, request)) for index, request in enumerate(requests)
-        ]
-        self.untold = len(self._tasks)
+        self._tasks: list[asyncio.Task[Completion]] = []
+        for index, request in enumerate(requests):
+            task = asyncio.ensure_future(engine.generate(request))
+            task.add_done_callback(partial(self._end, index, request.request_id))
+            self._tasks.append(task)
 
-    async def _generate(self, engine: RolloutEngine, index: int, request: GenerateRequest) -> None:
-        try:
-            outcome = messages.Outcome(index=index, completion=await engine.generate(request))
-        except asyncio.CancelledError:
-            outcome = _failed(index, RequestError(request.request_id, "engine_refused", "it was given up"))
-        except RequestError as error:
-            outcome = _failed(index, error)
-        except Exception as error:  # noqa: BLE001 - the engine broke its contract; the one who asked is told
-            outcome = _failed(index, RequestError(request.request_id, "engine_failed", repr(error)))
-        self._ended.append(outcome)
+    def _end(self, index: int, request_id: str, task: asyncio.Task[Completion]) -> None:
+        self._ended.append(_outcome(index, request_id, task))
         self._some_ended.set()
 
     async def next(self) -> messages.Ended:
         """What has ended since the last time; waits until something has. Giving up on it gives up the batch."""
         try:
             await self._some_ended.wait()
-            await asyncio.sleep(0)  # the others that ended in the same step of the engine
         except asyncio.CancelledError:
             for task in self._tasks:
                 task.cancel()
@@ -58,7 +86,14 @@ class Batch:
         self._tasks[index].cancel()
 
 
-def _failed(index: int, error: RequestError) -> messages.Outcome:
+def _outcome(index: int, request_id: str, task: asyncio.Task[Completion]) -> messages.Outcome:
+    error: BaseException | None
+    if task.cancelled():
+        error = RequestError(request_id, "engine_refused", "it was given up")
+    elif (error := task.exception()) is None:
+        return messages.Outcome(index=index, completion=task.result())
+    elif not isinstance(error, RequestError):
+        error = RequestError(request_id, "engine_failed", repr(error))  # the engine broke its contract
     failure = messages.RequestFailed(request_id=error.request_id, reason=error.reason, message=error.message)
     return messages.Outcome(index=index, failure=failure)
 
@@ -80,28 +115,30 @@ class Worker:
         try:
             if isinstance(request, messages.Start):
                 return await self._start(request.config)
+            if isinstance(request, messages.More):
+                return await self._next(request.batch)
             engine = self._engine
             if engine is None:
                 raise RuntimeError("no engine was started here")
-            if isinstance(request, messages.Generate | messages.More):
-                return await self._generate(request, engine)
+            if isinstance(request, messages.Generate):
+                self._batches[request.batch] = Batch(engine, request.requests)
+                return await self._next(request.batch)
+            await asyncio.sleep(0)  # the requests that arrived before this one reach the engine before it
             await self._do(request, engine)
             return messages.Done(weights=engine.weights)
         except (WeightsRefused, ValueError, TimeoutError, RuntimeError) as error:
             state = self._engine.weights if self._engine is not None else None
             return messages.CallFailed(kind=_kind(error), message=str(error), weights=state)
 
-    async def _generate(self, request: messages.Generate | messages.More, engine: RolloutEngine) -> messages.Ended:
-        if isinstance(request, messages.Generate):
-            self._batches[request.batch] = Batch(engine, request.requests)
-        batch = self._batches[request.batch]
+    async def _next(self, number: int) -> messages.Ended:
+        batch = self._batches[number]
         try:
             ended = await batch.next()
         except asyncio.CancelledError:
-            del self._batches[request.batch]
+            del self._batches[number]
             raise
         if not batch.untold:
-            del self._batches[request.batch]
+            del self._batches[number]
         return ended
 
     async def _start(self, config: EngineConfig) -> messages.Started:
