@@ -138,8 +138,8 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How responses are scored."""
 
     function: str = "exact_match"
-    """`exact_match`, `math_answer`, `reasoning_gym`, or `module:function` or `file.py:function`, from a RewardRequest to
-    a number."""
+    """`exact_match`, `math_answer`, `reasoning_gym`, or one of your own as `module:function` or `file.py:function`,
+    from a RewardRequest to a number."""
     workers: int = 1
     """Processes that score; `exact_match` needs none."""
     deadline: float = 10.0
