@@ -292,3 +292,17 @@ def test_waits_that_cannot_end_are_refused() -> None:
             buffer.take(1, learner_version=0, timeout=timeout)
         with pytest.raises(ValueError, match="timeout="):
             buffer.add(Item(0, "a"), timeout=timeout)
+
+
+def test_take_fresh_leaves_the_stale_out_and_waits_for_nothing() -> None:
+    stale: list[tuple[int, str]] = []
+    buffer = RolloutBuffer[tuple[int, str]](
+        4, policy_version=lambda item: item[0], max_staleness=1, on_stale=stale.append
+    )
+    assert buffer.take_fresh(learner_version=3) == []
+    for item in [(3, "c"), (1, "a"), (2, "b")]:
+        buffer.add(item, timeout=1.0)
+    assert buffer.take_fresh(learner_version=3) == [(2, "b"), (3, "c")]
+    assert stale == [(1, "a")]
+    counts = buffer.counts()
+    assert (counts.added, counts.taken, counts.stale, counts.waiting) == (3, 2, 1, 0)

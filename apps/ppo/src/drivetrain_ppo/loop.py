@@ -10,7 +10,8 @@ The schedule is synchronous. Each step
   consumes      `prompts_per_step` prompts,
   waits for     every sample's response and score (or its deadline),
   is unblocked  by the buffer holding the step's rollouts,
-  produces      a policy that is `epochs * minibatches` optimizer steps newer, which every engine has proved to hold.
+  produces      a policy that is `epochs * minibatches` optimizer steps newer (a step without a finite gradient is left
+                out, and counted), which every engine has proved to hold.
 
 Every rank runs this same function. What differs between one node and many is only what the assembly puts into `Parts`.
 """
@@ -35,9 +36,10 @@ from drivetrain_telemetry import Metric, StageTimer
 
 from drivetrain_ppo.batch import Batch, Scored, make_batch, minibatches
 from drivetrain_ppo.config import AlgorithmConfig, RunConfig
-from drivetrain_ppo.metrics import check_logprobs, step_metrics, weight_metrics
+from drivetrain_ppo.metrics import check_finite_scores, check_logprobs, check_updates, step_metrics, weight_metrics
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.sampling import Collected, Evaluation, Sampler
+from drivetrain_ppo.seeds import derived_seed
 
 Tensor = torch.Tensor
 Metrics = dict[str, Metric]
@@ -75,13 +77,17 @@ async def train(parts: Parts) -> None:
     """Run PPO from `start_step` to `config.trainer.steps`, or until held-out reward reaches `stop_reward`."""
     config, ranks, timer = parts.config, parts.ranks, parts.timer
     await push_weights(parts)
-    parts.recorder.started(parts.start_step, await evaluate(parts))
+    first = await evaluate(parts)
+    parts.recorder.started(parts.start_step, first)
+    if parts.start_step and reached(config, first):
+        return
     for step in range(parts.start_step + 1, config.trainer.steps + 1):
         with timer.step():
             version = parts.actor.step
             collected = await collect(parts, version)
             batch = make_batch(collected.rollouts, rank=ranks.rank, size=ranks.size, device=parts.device)
             scored = score(parts, batch)
+            check_finite_scores(batch, scored)
             check_logprobs(config, ranks, batch, scored)
             with timer.stage("advantages"):
                 advantages, returns = advantages_and_returns(batch, scored, config.algorithm, ranks)
@@ -89,16 +95,18 @@ async def train(parts: Parts) -> None:
                 critic_updates = [update_critic(parts, part, scored, returns) for part in split(parts, batch, step)]
             with timer.stage("update_actor"):
                 actor_updates = [update_actor(parts, part, scored, advantages) for part in split(parts, batch, step)]
+            check_updates(step, [*actor_updates, *critic_updates])
             with timer.stage("weight_sync"):
-                update = await push_weights(parts)
-        if parts.sampler is not None:
-            parts.sampler.trained(collected.rollouts)
+                weights = await push_weights(parts)
+            if parts.sampler is not None:
+                parts.sampler.trained(collected.rollouts)
+            last, evaluation = step == config.trainer.steps, None
+            if last or step % config.trainer.eval_every == 0:
+                with timer.stage("evaluation"):
+                    evaluation = await evaluate(parts)
+                last = last or reached(config, evaluation)
         metrics = step_metrics(ranks, collected, batch, scored, returns, actor_updates, critic_updates, version=version)
-        metrics |= weight_metrics(update)
-        last, evaluation = step == config.trainer.steps, None
-        if last or step % config.trainer.eval_every == 0:
-            evaluation = await evaluate(parts)
-            last = last or reached(config, evaluation)
+        metrics |= weights
         parts.recorder.stepped(step, metrics, collected, evaluation)
         if last or step % config.trainer.checkpoint_every == 0:
             parts.recorder.checkpoint(step, parts)
@@ -131,13 +139,16 @@ def reached(config: RunConfig, evaluation: Evaluation) -> bool:
     return goal is not None and evaluation.reward >= goal
 
 
-async def push_weights(parts: Parts) -> WeightUpdate:
-    """Move the policy into every engine. Gathering is a collective of all ranks; rank 0 sends after it is complete."""
+async def push_weights(parts: Parts) -> Metrics:
+    """Move the policy into every engine. Gathering is a collective of all ranks; rank 0 sends after it is complete.
+
+    The gathered copy is let go before the next step.
+    """
     update = parts.weight_update(parts.actor.module, parts.actor.step)
     if parts.sampler is not None:
         await parts.sampler.push_weights(update)
     parts.ranks.barrier()
-    return update
+    return weight_metrics(update)
 
 
 def score(parts: Parts, batch: Batch) -> Scored:
@@ -182,7 +193,7 @@ def split(parts: Parts, batch: Batch, step: int) -> Iterator[PackedBatch]:
     """The minibatches of all epochs, in order; the same for actor and critic."""
     algorithm = parts.config.algorithm
     for epoch in range(algorithm.epochs):
-        yield from minibatches(batch, algorithm.minibatches, seed=(parts.config.seed << 40) + (step << 8) + epoch)
+        yield from minibatches(batch, algorithm.minibatches, seed=derived_seed(parts.config.seed, step, epoch))
 
 
 def update_actor(parts: Parts, minibatch: PackedBatch, scored: Scored, advantages: Tensor) -> UpdateResult:

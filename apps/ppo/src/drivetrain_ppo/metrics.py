@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from drivetrain_algorithms import explained_variance
+from drivetrain_algorithms import check_finite, explained_variance
 from drivetrain_learner import UpdateResult
 from drivetrain_rollout import WeightUpdate
 from drivetrain_telemetry import Metric
@@ -32,6 +32,21 @@ def check_logprobs(config: RunConfig, ranks: Ranks, batch: Batch, scored: Scored
             f"the limit is {limit:g}. The engine holds other weights, applies another temperature, or computes in "
             "another type; trainer.logprob_diff_limit raises the limit"
         )
+
+
+def check_finite_scores(batch: Batch, scored: Scored) -> None:
+    """Refuse NaN and infinities by the sequence and token they are at, before they spread over the step."""
+    mask, bounds = batch.packed.loss_mask, batch.packed.cu_seqlens
+    check_finite("old_logprobs", scored.old_logprobs, mask, cu_seqlens=bounds)
+    check_finite("ref_logprobs", scored.ref_logprobs, mask, cu_seqlens=bounds)
+    check_finite("values", scored.values, mask, cu_seqlens=bounds)
+
+
+def check_updates(step: int, updates: Sequence[UpdateResult]) -> None:
+    """Stop when not one optimizer step of a whole PPO step could be taken: the run would go on and learn nothing."""
+    reasons = [update.skipped for update in updates]
+    if all(reasons):
+        raise RuntimeError(f"step {step}: all {len(updates)} optimizer steps were skipped; the first: {reasons[0]}")
 
 
 def logprob_difference(ranks: Ranks, batch: Batch, scored: Scored) -> tuple[float, float]:
@@ -94,15 +109,16 @@ def weight_metrics(update: WeightUpdate) -> dict[str, Metric]:
 
 
 def _means(area: str, updates: Sequence[UpdateResult]) -> dict[str, Metric]:
-    """Means over a step's optimizer steps, and how many of them were skipped."""
-    names = {name for update in updates for name in update.metrics}
+    """Means over the optimizer steps that were taken, and how many were skipped."""
+    taken = [update for update in updates if update.skipped is None]
+    names = sorted({name for update in taken for name in update.metrics})
     return {
-        **{f"{area}/{name}": _mean([u.metrics[name] for u in updates if u.metrics]) for name in sorted(names)},
-        f"{area}/grad_norm": _mean([update.grad_norm for update in updates]),
+        **{f"{area}/{name}": _mean([update.metrics[name] for update in taken]) for name in names},
+        f"{area}/grad_norm": _mean([update.grad_norm for update in taken]),
         f"{area}/lr": updates[-1].lr,
         f"{area}/skipped": float(sum(update.skipped is not None for update in updates)),
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -7,8 +7,9 @@ import shutil
 import tempfile
 from typing import Any
 
-from drivetrain_ppo.config import ConfigError, RunConfig
+from drivetrain_ppo.config import RunConfig
 from drivetrain_ppo.data import Tokenizer
+from drivetrain_ppo.errors import ConfigError
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_HELP = (
@@ -48,7 +49,7 @@ def resolve_source(config: RunConfig) -> str:
 def load_tokenizer(source: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     tokenizer.clean_up_tokenization_spaces = False  # a reward sees what was sampled, not a tidied text
     checked: Tokenizer = tokenizer
     return checked
@@ -61,10 +62,18 @@ def silence_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
+def max_positions(source: str) -> int | None:
+    """The longest sequence that the model's configuration allows, where it says."""
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(source, trust_remote_code=False).to_dict().get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
 def copy_tokenizer(source: str, folder: pathlib.Path) -> None:
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
 
 
 def stop_token_ids(source: str) -> tuple[int, ...]:
@@ -76,7 +85,7 @@ def stop_token_ids(source: str) -> tuple[int, ...]:
     except OSError:
         found = None
     if found is None:
-        found = AutoConfig.from_pretrained(source).eos_token_id
+        found = AutoConfig.from_pretrained(source, trust_remote_code=False).eos_token_id
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)

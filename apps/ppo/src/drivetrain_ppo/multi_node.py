@@ -17,7 +17,8 @@ import torch.distributed as dist
 from drivetrain_telemetry import Summary
 
 from drivetrain_ppo.accelerator import Accelerator, choose
-from drivetrain_ppo.config import ConfigError, RunConfig
+from drivetrain_ppo.config import RunConfig
+from drivetrain_ppo.errors import ConfigError
 from drivetrain_ppo.parts import device_of
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.run import run_ranks
@@ -30,8 +31,13 @@ def run(config: RunConfig, resumed: pathlib.Path | None) -> Summary | None:
 
 def run_on(accelerator: Accelerator, config: RunConfig, resumed: pathlib.Path | None) -> Summary | None:
     """The same on a given accelerator."""
-    with process_group(accelerator, timeout=config.rollout.join_timeout + config.rollout.timeout) as ranks:
+    with process_group(accelerator, timeout=longest_wait(config)) as ranks:
         return run_ranks(config, resumed, accelerator=accelerator, ranks=ranks)
+
+
+def longest_wait(config: RunConfig) -> float:
+    """Seconds that a rank may rightly wait for rank 0: while workers join and load, or a step is sampled and scored."""
+    return 120 + 2 * config.rollout.join_timeout + 2 * config.rollout.timeout
 
 
 @contextlib.contextmanager

@@ -4,9 +4,12 @@ import concurrent.futures
 import dataclasses
 import os
 import pathlib
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from drivetrain_buffer import Ledger, RolloutBuffer
@@ -21,14 +24,17 @@ from drivetrain_ppo import embedded, models
 from drivetrain_ppo.accelerator import Accelerator, device_variables, visible_devices
 from drivetrain_ppo.config import RewardConfig, RunConfig
 from drivetrain_ppo.data import PromptData, PromptSource, Tokenizer, load_prompts
+from drivetrain_ppo.errors import ConfigError
 from drivetrain_ppo.launch import Child
 from drivetrain_ppo.preflight import REWARDS
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.sampling import Sampler
+from drivetrain_ppo.seeds import derived_seed
 from drivetrain_ppo.warm_start import warm_start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Progress = Callable[[str], None]
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,29 +51,34 @@ class Task:
 def load_task(config: RunConfig, folder: pathlib.Path, *, say: Progress) -> Task:
     """The model, its tokenizer and the prompts. The embedded model is made and warm-started in `folder` first."""
     made = config.model.source == "embedded"
+    if made and not folder.is_dir():
+        make_embedded(config, folder, say=say)
     source = str(folder) if made else models.resolve_source(config)
-    fresh = made and not (folder / "config.json").is_file()
-    if fresh:
-        say("making the embedded model")
-        embedded.make_model(folder, seed=config.seed)
     tokenizer = models.load_tokenizer(source)
     prompts = load_prompts(config.data, tokenizer, seed=config.seed)
     if prompts.left_out:
         say(f"{prompts.left_out} prompts are empty or longer than {config.data.max_prompt_tokens} tokens and left out")
-    stop = models.stop_token_ids(source)
-    if fresh:
-        accuracy = warm_start(
-            folder,
-            tokenizer,
-            prompts.train,
-            config.warm_start,
-            stop_token_id=stop[0],
-            max_tokens=config.rollout.max_response_tokens,
-            seed=config.seed,
-            progress=lambda step, accuracy: say(f"warm start: step {step}, greedy accuracy {accuracy:.2f}"),
-        )
-        say(f"warm-started: greedy accuracy {accuracy:.2f} on fresh training prompts")
-    return Task(model=source, tokenizer=tokenizer, prompts=prompts, stop_token_ids=stop)
+    return Task(model=source, tokenizer=tokenizer, prompts=prompts, stop_token_ids=models.stop_token_ids(source))
+
+
+def make_embedded(config: RunConfig, folder: pathlib.Path, *, say: Progress) -> None:
+    """Make the embedded model and warm-start it. `folder` appears when all is done, so that a kill leaves none."""
+    draft = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(draft, ignore_errors=True)
+    embedded.make_model(draft, seed=config.seed)
+    tokenizer = models.load_tokenizer(str(draft))
+    accuracy = warm_start(
+        draft,
+        tokenizer,
+        load_prompts(config.data, tokenizer, seed=config.seed).train,
+        config.warm_start,
+        stop_token_id=models.stop_token_ids(str(draft))[0],
+        max_tokens=config.rollout.max_response_tokens,
+        seed=config.seed,
+        progress=lambda step, accuracy: say(f"warm start: step {step}, greedy accuracy {accuracy:.2f}"),
+    )
+    say(f"warm-started: greedy accuracy {accuracy:.2f} on fresh training prompts")
+    draft.rename(folder)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +94,15 @@ def build_learners(config: RunConfig, model: str, accelerator: Accelerator, rank
     autocast = None if config.model.dtype == "float32" else DTYPES[config.model.dtype]
     device = device_of(accelerator)
 
-    def policy() -> PolicyModel:
-        return PolicyModel(load_model(model, device=device), autocast=autocast)
+    mesh = dist.device_mesh.init_device_mesh(accelerator.device, (ranks.size,)) if ranks.size > 1 else None
 
-    actor, reference = policy(), policy().requires_grad_(False)
-    critic = ValueModel.from_policy(actor)
-    if ranks.size > 1:
-        mesh = dist.device_mesh.init_device_mesh(accelerator.device, (ranks.size,))
-        for module in (actor, critic, reference):
-            shard_model(module, mesh)
+    def laid_out(module: Module) -> Module:
+        return module if mesh is None else shard_model(module, mesh)
+
+    # One after the other: no more than one model is whole on a device at a time.
+    actor = laid_out(PolicyModel(load_model(model, device=device), autocast=autocast))
+    reference = laid_out(PolicyModel(load_model(model, device=device), autocast=autocast).requires_grad_(False))
+    critic = laid_out(ValueModel(load_model(model, device=device), autocast=autocast))
     return Learners(
         actor=Learner(actor, config.actor, process_group=ranks.group),
         critic=Learner(critic, config.critic, process_group=ranks.group),
@@ -121,17 +132,17 @@ def gather_update(module: PolicyModel, version: int, *, dtype: torch.dtype, keep
     return WeightUpdate(policy_version=version, digest=digest.hexdigest(), tensors=tensors)
 
 
-def start_workers(config: RunConfig, endpoint: Endpoint, logs: pathlib.Path, accelerator: Accelerator) -> list[Child]:
+def start_workers(
+    config: RunConfig, endpoint: Endpoint, logs: pathlib.Path, accelerator: Accelerator
+) -> Iterator[Child]:
     """Rollout workers on this machine, each joining `endpoint` and seeing one device.
 
     They take the devices from the last one backwards, and the learner has the first: with one device they share it.
     """
-    if not config.rollout.spawn:
-        return []
     devices = visible_devices(accelerator, os.environ)
     keys = [] if config.rollout.keys is None else ["--keys", config.rollout.keys]
-    return [
-        Child(
+    for index in range(config.rollout.workers if config.rollout.spawn else 0):
+        yield Child(
             "rollout-worker",
             ["--join", endpoint.address, *keys],
             log=logs / f"rollout-worker-{index}.log",
@@ -141,8 +152,6 @@ def start_workers(config: RunConfig, endpoint: Endpoint, logs: pathlib.Path, acc
                 **(device_variables(accelerator, devices[-1 - index % len(devices)]) if devices else {}),
             },
         )
-        for index in range(config.rollout.workers)
-    ]
 
 
 def listen(config: RunConfig) -> Endpoint:
@@ -151,7 +160,7 @@ def listen(config: RunConfig) -> Endpoint:
 
 
 def wait_for_engines(
-    config: RunConfig, task: Task, accelerator: Accelerator, endpoint: Endpoint, children: Sequence[Child]
+    config: RunConfig, task: Task, endpoint: Endpoint, accelerator: Accelerator, children: Sequence[Child]
 ) -> list[RemoteEngine]:
     """Engines of the workers that have joined, each started with this run's model.
 
@@ -168,23 +177,34 @@ def wait_for_engines(
             )
         time.sleep(0.05)
     settings = engine_config(config, task, accelerator)
-    peers = endpoint.peers[: config.rollout.workers]
-    with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
-        return list(pool.map(lambda peer: RemoteEngine(peer, settings), peers))
+    pool = concurrent.futures.ThreadPoolExecutor(config.rollout.workers)
+    try:
+        starts = [
+            pool.submit(
+                RemoteEngine, peer, msgspec.structs.replace(settings, seed=derived_seed(config.seed, index) % 2**32)
+            )
+            for index, peer in enumerate(endpoint.peers[: config.rollout.workers])
+        ]
+        while concurrent.futures.wait(starts, timeout=0.5, return_when="FIRST_EXCEPTION").not_done:
+            for child in children:
+                child.check()
+        return [start.result() for start in starts]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a thread that still waits ends with the endpoint
 
 
 def engine_config(config: RunConfig, task: Task, accelerator: Accelerator) -> EngineConfig:
     rollout = config.rollout
+    wanted = config.data.max_prompt_tokens + rollout.max_response_tokens
     return EngineConfig(
         engine=rollout.engine,
         model=str(pathlib.Path(task.model).resolve()) if pathlib.Path(task.model).is_dir() else task.model,
         dtype=config.model.dtype,
         device=accelerator.device,
-        max_model_len=rollout.max_model_len or config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_model_len=rollout.max_model_len or min(wanted, models.max_positions(task.model) or wanted),
         max_num_seqs=rollout.max_num_seqs,
         memory_fraction=rollout.memory_fraction or accelerator.memory_fraction,
         kv_cache_bytes=rollout.kv_cache_bytes if rollout.engine == "vllm" else None,
-        seed=config.seed,
         enforce_eager=rollout.enforce_eager,
         engine_args=rollout.engine_args,
         start_timeout=rollout.join_timeout,
@@ -192,18 +212,22 @@ def engine_config(config: RunConfig, task: Task, accelerator: Accelerator) -> En
 
 
 def build_rewards(config: RewardConfig) -> Rewards:
-    """Exact match is a comparison and runs here; anything else runs in workers that can be killed at the deadline."""
+    """Exact match is a comparison and runs here; anything else runs in workers that can be killed at the deadline.
+
+    Raises ConfigError when the function cannot be imported. Failures are judged by the sampler, over whole steps.
+    """
     if config.function == "exact_match":
-        return InlineRewards(exact_match, max_failure_rate=config.max_failure_rate)
-    return RewardPool(
-        REWARDS.get(config.function, config.function),
-        num_workers=config.workers,
-        deadline=config.deadline,
-        max_failure_rate=config.max_failure_rate,
-    )
+        return InlineRewards(exact_match, max_failure_rate=1.0)
+    function = REWARDS.get(config.function, config.function)
+    try:
+        return RewardPool(function, num_workers=config.workers, deadline=config.deadline, max_failure_rate=1.0)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"reward.function: {' '.join(str(error).split())}") from error
 
 
-def build_sampler(config: RunConfig, task: Task, engines: Sequence[RemoteEngine], ledger: Ledger) -> Sampler:
+def build_sampler(
+    config: RunConfig, task: Task, engines: Sequence[RemoteEngine], rewards: Rewards, ledger: Ledger
+) -> Sampler:
     def on_stale(rollout: Rollout) -> None:
         ledger.end(rollout.sample_id, "stale")
 
@@ -212,7 +236,7 @@ def build_sampler(config: RunConfig, task: Task, engines: Sequence[RemoteEngine]
         engines=engines,
         prompts=PromptSource(task.prompts.train, seed=config.seed, shuffle=config.data.shuffle),
         held_out=task.prompts.held_out,
-        rewards=build_rewards(config.reward),
+        rewards=rewards,
         buffer=RolloutBuffer(
             samples,
             policy_version=lambda rollout: rollout.min_policy_version,
@@ -224,4 +248,5 @@ def build_sampler(config: RunConfig, task: Task, engines: Sequence[RemoteEngine]
         config=config.rollout,
         stop_token_ids=task.stop_token_ids,
         seed=config.seed,
+        max_failure_rate=config.trainer.max_failure_rate,
     )

@@ -2,10 +2,12 @@
 
 import importlib.util
 import pathlib
+import re
 import socket
 from urllib.parse import urlsplit
 
-from drivetrain_ppo.config import ConfigError, RunConfig
+from drivetrain_ppo.config import RunConfig
+from drivetrain_ppo.errors import ConfigError
 
 RUNS = pathlib.Path("runs")
 
@@ -17,7 +19,8 @@ def find_run(named: str, config: RunConfig) -> pathlib.Path:
         if not (found / "config.yaml").is_file():
             raise ConfigError(f"--resume: {found} holds no run (no config.yaml)")
         return found
-    runs = sorted(path.parent for path in RUNS.glob(f"{config.name}-*/config.yaml"))
+    stamped = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}")
+    runs = sorted(path.parent for path in RUNS.glob("*/config.yaml") if stamped.fullmatch(path.parent.name))
     if not runs:
         raise ConfigError(f"--resume: there is no run {RUNS}/{config.name}-*; name one")
     return runs[-1]
@@ -34,8 +37,13 @@ def check_address(address: str, *, keys: str | None) -> None:
         raise ConfigError(f"rollout.listen: {address!r}: {error}") from None
     if parts.scheme != "tcp" or host is None or port is None:
         raise ConfigError(f"rollout.listen: {address!r} is not tcp://HOST:PORT (port 0 takes a free one)")
-    if keys is not None and not pathlib.Path(keys).is_dir():
-        raise ConfigError(f"rollout.keys: {keys}: no such folder; `drivetrain-ppo keys {keys}` makes one")
+    if keys is not None:
+        from drivetrain_transport import load_keys
+
+        try:
+            load_keys(keys)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"rollout.keys: {keys}: {error}; `drivetrain-ppo keys FOLDER` makes them") from None
     if keys is None and not (host == "localhost" or host == "::1" or host.startswith("127.")):
         raise ConfigError(
             f"rollout.listen: {address} can be reached from other hosts and needs keys: "
@@ -87,9 +95,6 @@ def check_reward(function: str) -> None:
         if not pathlib.Path(place).is_file():
             raise ConfigError(f"reward.function: {place}: no such file")
         return
-    try:
-        found = importlib.util.find_spec(place)
-    except (ImportError, ValueError):
-        found = None
-    if found is None:
-        raise ConfigError(f"reward.function: there is no module {place!r} here or among the installed packages")
+    package = place.partition(".")[0]
+    if not package.isidentifier() or importlib.util.find_spec(package) is None:
+        raise ConfigError(f"reward.function: there is no module {package!r} here or among the installed packages")

@@ -45,6 +45,13 @@ class Ranks:
         if self.size == 1:
             assert value is not None
             return value
+        try:
+            return self._share(value, kind)
+        except RuntimeError as error:
+            error.add_note(f"rank {self.rank} of {self.size} was sharing a {kind.__name__} of rank 0's")
+            raise
+
+    def _share(self, value: T | None, kind: type[T]) -> T:
         frames = (
             [torch.frombuffer(bytearray(frame), dtype=torch.uint8) for frame in encode(value)] if self.is_main else []
         )

@@ -1,11 +1,11 @@
 """Where the loop's results go: metrics, events, the display, checkpoints."""
 
 import pathlib
-import resource
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
-import torch
 from drivetrain_buffer import Ledger, LedgerMark
 from drivetrain_learner import save_checkpoint
 from drivetrain_telemetry import EventLog, Metric, MetricsWriter, RunDisplay, StageTimer, throughput
@@ -20,6 +20,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     sampler: SamplerState
     ledger: LedgerMark
     reward_before: float
+    identity: dict[str, Any]
 
 
 class CheckpointRecorder:
@@ -50,9 +51,11 @@ class RunRecorder:
         checkpoints: pathlib.Path,
         keep_checkpoints: int,
         timer: StageTimer,
+        memory: Callable[[], int],
+        identity: dict[str, Any],
         reward_before: float | None,
     ) -> None:
-        """`reward_before` is that of the run's very start when it is resumed, else None."""
+        """`memory` gives this process's peak bytes; `reward_before` is that of the run's start if it is resumed."""
         self.reward_before = reward_before
         self.reward_after: float | None = None
         self._metrics = metrics
@@ -62,6 +65,8 @@ class RunRecorder:
         self._checkpoints = checkpoints
         self._keep = keep_checkpoints
         self._timer = timer
+        self._memory = memory
+        self._identity = identity
 
     def started(self, step: int, evaluation: Evaluation) -> None:
         if self.reward_before is None:
@@ -75,7 +80,7 @@ class RunRecorder:
         self, step: int, metrics: dict[str, Metric], collected: Collected, evaluation: Evaluation | None
     ) -> None:
         record: dict[str, Metric] = {**metrics, **self._timer.metrics()}
-        record |= throughput(record) | {"memory/learner_gb": learner_memory() / 2**30}
+        record |= throughput(record) | {"memory/learner_gb": self._memory() / 2**30}
         record |= {f"ledger/{outcome}": count for outcome, count in ledger_counts(self._ledger).items()}
         if evaluation is not None:
             self.reward_after = evaluation.reward
@@ -94,19 +99,17 @@ class RunRecorder:
         assert self.reward_before is not None
         tensors = {f"actor/{name}": tensor for name, tensor in parts.actor.state_dict().items()}
         tensors |= {f"critic/{name}": tensor for name, tensor in parts.critic.state_dict().items()}
-        state = State(sampler=parts.sampler.state(), ledger=self._ledger.mark(), reward_before=self.reward_before)
+        state = State(
+            sampler=parts.sampler.state(),
+            ledger=self._ledger.mark(),
+            reward_before=self.reward_before,
+            identity=self._identity,
+        )
         saved = save_checkpoint(self._checkpoints, step, tensors, msgspec.to_builtins(state))
         for old in sorted(self._checkpoints.glob("step-*"))[: -self._keep]:
             shutil.rmtree(old)
         self._events.write("checkpoint", step=step, path=str(saved))
         parts.ranks.barrier()
-
-
-def learner_memory() -> int:
-    """Peak bytes of rank 0's process: of its device where it has one, else of host memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def ledger_counts(ledger: Ledger) -> dict[str, int]:

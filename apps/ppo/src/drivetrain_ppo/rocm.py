@@ -12,17 +12,22 @@ from drivetrain_telemetry import Summary
 
 from drivetrain_ppo import multi_node
 from drivetrain_ppo.accelerator import ROCM, check_visible_devices, detect
-from drivetrain_ppo.config import ConfigError, RunConfig
+from drivetrain_ppo.config import RunConfig
+from drivetrain_ppo.errors import ConfigError
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.run import run_ranks
 
 
 def run(config: RunConfig, resumed: pathlib.Path | None) -> Summary | None:
-    """Run PPO on AMD devices: as one of torchrun's ranks if it set RANK, else in this process alone."""
+    """Run PPO on the AMD devices of one node."""
     check()
-    if "RANK" in os.environ:
-        return multi_node.run_on(ROCM, config, resumed)
     return run_ranks(config, resumed, accelerator=ROCM, ranks=Ranks())
+
+
+def run_learner(config: RunConfig, resumed: pathlib.Path | None) -> Summary | None:
+    """Run the part of one of torchrun's ranks."""
+    check()
+    return multi_node.run_on(ROCM, config, resumed)
 
 
 def check() -> None:

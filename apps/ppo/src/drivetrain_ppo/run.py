@@ -19,6 +19,7 @@ from drivetrain_ppo.parts import (
     DTYPES,
     Task,
     build_learners,
+    build_rewards,
     build_sampler,
     device_of,
     gather_update,
@@ -48,26 +49,25 @@ def rollout_side(
         yield None
         return
     with contextlib.ExitStack() as stack:
-        endpoint = listen(config)
+        endpoint, children = listen(config), list[Child]()
         try:
-            children = [
-                stack.enter_context(child) for child in start_workers(config, endpoint, directory.logs, accelerator)
-            ]
+            for child in start_workers(config, endpoint, directory.logs, accelerator):
+                children.append(stack.enter_context(child))
             if not config.rollout.spawn:
                 directory.say(f"waiting for {config.rollout.workers} rollout workers to join {endpoint.address}")
             yield RolloutSide(endpoint, children)
+        except Exception as error:
+            for child in children:
+                child.explain(error)
+            raise
         finally:
             endpoint.close()
 
 
-def prepare(config: RunConfig, directory: RunDirectory, ranks: Ranks) -> Task:
-    """The task, made by rank 0 and then read by the others."""
-    if ranks.is_main:
-        task = load_task(config, directory.model, say=directory.say)
-    ranks.barrier()
-    if not ranks.is_main:
-        task = load_task(config, directory.model, say=directory.say)
-    return task
+def prepare(config: RunConfig, directory: RunDirectory, ranks: Ranks) -> tuple[str, Task | None]:
+    """The model that all ranks start from, and rank 0's task."""
+    task = load_task(config, directory.model, say=directory.say) if ranks.is_main else None
+    return ranks.share(None if task is None else task.model, str), task
 
 
 def run_ranks(
@@ -75,21 +75,22 @@ def run_ranks(
 ) -> Summary | None:
     """Run this rank's part from start to end. Rank 0 returns what the run achieved.
 
-    The workers are started first, so that they import their engine while the model is prepared here.
+    The workers are started first, so that they are there when the model is.
     """
     config = resolve(config, accelerator)
     models.silence_progress_bars()
     with (
         RunDirectory.open(config, resumed, ranks) as directory,
+        build_rewards(config.reward) if ranks.is_main else contextlib.nullcontext() as rewards,
         rollout_side(config, directory, accelerator, ranks) as side,
     ):
-        task = prepare(config, directory, ranks)
-        learners = build_learners(config, task.model, accelerator, ranks)
+        model, task = prepare(config, directory, ranks)
+        learners = build_learners(config, model, accelerator, ranks)
         sampler = None
-        if side is not None:
+        if side is not None and task is not None and rewards is not None:
             with directory.working(f"starting {config.rollout.engine}"):
-                engines = wait_for_engines(config, task, accelerator, side.endpoint, side.children)
-            sampler = build_sampler(config, task, engines, directory.ledger)
+                engines = wait_for_engines(config, task, side.endpoint, accelerator, side.children)
+            sampler = build_sampler(config, task, engines, rewards, directory.ledger)
         dtype = DTYPES[config.model.dtype]
         timer = StageTimer(synchronize=torch.cuda.synchronize if accelerator.device != "cpu" else lambda: None)
         parts = Parts(
@@ -102,7 +103,7 @@ def run_ranks(
             sampler=sampler,
             weight_update=lambda module, version: gather_update(module, version, dtype=dtype, keep=ranks.is_main),
             timer=timer,
-            recorder=directory.recorder(timer),
+            recorder=directory.recorder(timer, accelerator),
             start_step=directory.restore(learners, sampler),
         )
         asyncio.run(_train_and_close(parts))

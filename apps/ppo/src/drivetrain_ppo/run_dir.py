@@ -17,14 +17,16 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from drivetrain_buffer import Ledger
 from drivetrain_learner import Checkpoint, latest_checkpoint, load_checkpoint
 from drivetrain_telemetry import EventLog, MetricsWriter, RunDisplay, StageTimer, Summary, read_metrics
 
-from drivetrain_ppo.accelerator import environment
-from drivetrain_ppo.config import ConfigError, RunConfig, to_yaml
+from drivetrain_ppo.accelerator import Accelerator, environment
+from drivetrain_ppo.config import RunConfig, to_yaml
+from drivetrain_ppo.errors import ConfigError
 from drivetrain_ppo.parts import Learners
 from drivetrain_ppo.preflight import RUNS
 from drivetrain_ppo.ranks import Ranks
@@ -69,7 +71,8 @@ class RunDirectory:
         with contextlib.ExitStack() as stack:
             if ranks.is_main:
                 stack.enter_context(_locked(directory.path, new=resumed is None))
-                (directory.path / "config.yaml").write_text(to_yaml(config))
+                if resumed is None:
+                    directory._write_config()
             ranks.barrier()
             if resumed is not None:
                 found = latest_checkpoint(directory.checkpoints)
@@ -97,16 +100,22 @@ class RunDirectory:
         """Bring everything to where the checkpoint left it, and return its step; 0 for a run from the start."""
         if self._checkpoint is None:
             return 0
+        _check_same_run(_state(self._checkpoint), self._config)
         for name, learner in (("actor/", learners.actor), ("critic/", learners.critic)):
             learner.load_state_dict(
                 {k.removeprefix(name): v for k, v in self._checkpoint.tensors.items() if k.startswith(name)}
             )
         if sampler is not None:
             sampler.restore(_state(self._checkpoint).sampler)
-        self.say(f"resumed from the checkpoint of step {self._checkpoint.step}")
-        return self._checkpoint.step
+        step, self._checkpoint = self._checkpoint.step, dataclasses.replace(self._checkpoint, tensors={})
+        if self._ranks.is_main:
+            self._write_config()
+        self.say(f"resumed from the checkpoint of step {step}")
+        if step >= self._config.trainer.steps:
+            self.say(f"nothing is left to do: the run has had its {self._config.trainer.steps} steps (trainer.steps)")
+        return step
 
-    def recorder(self, timer: StageTimer) -> RunRecorder | CheckpointRecorder:
+    def recorder(self, timer: StageTimer, accelerator: Accelerator) -> RunRecorder | CheckpointRecorder:
         """What the loop reports to on this rank."""
         if self._files is None:
             return CheckpointRecorder()
@@ -118,6 +127,8 @@ class RunDirectory:
             checkpoints=self.checkpoints,
             keep_checkpoints=self._config.trainer.keep_checkpoints,
             timer=timer,
+            memory=accelerator.peak_memory,
+            identity=identity(self._config),
             reward_before=None if self._checkpoint is None else _state(self._checkpoint).reward_before,
         )
         return self._recorder
@@ -137,6 +148,11 @@ class RunDirectory:
         )
         self._files.events.write("finished", **msgspec.json.decode(summary.to_json()))
         return summary
+
+    def _write_config(self) -> None:
+        draft = self.path / "config.yaml.new"
+        draft.write_text(to_yaml(self._config))
+        draft.replace(self.path / "config.yaml")
 
     def _open_files(self, stack: contextlib.ExitStack, *, resumed: bool) -> Files:
         checkpoint = self._checkpoint
@@ -167,6 +183,25 @@ def _state(checkpoint: Checkpoint) -> State:
     return msgspec.convert(checkpoint.state, State)
 
 
+def identity(config: RunConfig) -> dict[str, Any]:
+    """The settings that make a run the one it is: with others, what a checkpoint holds would mean something else."""
+    return {
+        "seed": config.seed,
+        "model.source": config.model.source,
+        "data.source": config.data.source,
+        "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
+    }
+
+
+def _check_same_run(state: State, config: RunConfig) -> None:
+    now = identity(config)
+    changed = [
+        f"{key} was {before!r}, now {now[key]!r}" for key, before in state.identity.items() if now[key] != before
+    ]
+    if changed:
+        raise ConfigError(f"--resume: {'; '.join(changed)}: a run keeps these, begin a new one for others")
+
+
 def _new_path(config: RunConfig) -> pathlib.Path:
     if config.run_dir is not None:
         return pathlib.Path(config.run_dir)
@@ -176,8 +211,12 @@ def _new_path(config: RunConfig) -> pathlib.Path:
 @contextlib.contextmanager
 def _locked(path: pathlib.Path, *, new: bool) -> Iterator[None]:
     """Hold a run's folder; the lock ends with the process, however that ends."""
-    path.mkdir(parents=True, exist_ok=True)
-    with (path / "lock").open("w") as lock:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"run_dir: {path}: {error.strerror or error}") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

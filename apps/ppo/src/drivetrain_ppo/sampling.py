@@ -1,8 +1,9 @@
 """The sampling side of a step: prompts to engines, completions to rewards, rollouts to the buffer, all ledgered."""
 
 import asyncio
+import collections
 import dataclasses
-import hashlib
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -20,6 +21,12 @@ from drivetrain_rollout import (
 
 from drivetrain_ppo.config import RolloutConfig
 from drivetrain_ppo.data import Prompt, PromptSource, PromptState, Tokenizer
+from drivetrain_ppo.seeds import derived_seed
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT = 30.0
+"""Seconds that engines may take to close."""
 
 
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +55,8 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, response and score to show."""
 
 
-class Unanswered(msgspec.Struct, frozen=True):
-    """A request that got no completion."""
+class Failure(msgspec.Struct, frozen=True):
+    """Why a sample got no response or no score."""
 
     reason: str
     message: str
@@ -79,14 +86,12 @@ class Sampler:
     config: RolloutConfig
     stop_token_ids: tuple[int, ...]
     seed: int
+    max_failure_rate: float
     next_sample_id: int = 0
-    _failed: dict[str, int] = dataclasses.field(default_factory=dict)
+    _failures: list[Failure] = dataclasses.field(default_factory=list)
 
     async def sample(self) -> list[Sampled]:
-        """A step's responses: consumes prompts, waits for the engines, ends the samples that got no response.
-
-        Raises RuntimeError when no sample at all came through, with the first reason.
-        """
+        """A step's responses: consumes prompts, waits for the engines, ends the samples that got no response."""
         taken = self.prompts.take(self.config.prompts_per_step)
         prompts = [prompt for prompt in taken for _ in range(self.config.samples_per_prompt)]
         sample_ids = range(self.next_sample_id, self.next_sample_id + len(prompts))
@@ -94,66 +99,76 @@ class Sampler:
         for sample_id in sample_ids:
             self.ledger.issue(sample_id)
         outcomes = await self._generate(prompts, sample_ids, temperature=self.config.temperature)
-        self._failed = {}
+        self._failures = []
         sampled = []
         for sample_id, prompt, outcome in zip(sample_ids, prompts, outcomes, strict=True):
-            if isinstance(outcome, Unanswered):
-                self._fail(sample_id, outcome.reason)
+            if isinstance(outcome, Failure):
+                self._fail(sample_id, outcome)
             else:
                 sampled.append(Sampled(sample_id, prompt, outcome))
-        if not sampled:
-            first = next(outcome for outcome in outcomes if isinstance(outcome, Unanswered))
-            raise RuntimeError(f"none of {len(prompts)} samples was answered; the first reason: {first.message}")
         return sampled
 
     async def collect(self, sampled: Sequence[Sampled], *, learner_version: int) -> Collected:
         """The step's rollouts: waits for rewards, passes the buffer, ends samples that got no score or are stale.
 
-        Raises RuntimeError when none is left to train on.
+        Raises RuntimeError, with the first reason, when more than `max_failure_rate` of the step's samples failed or
+        none is left to train on.
         """
-        scores = await self._score(sampled)
-        scored = 0
         example = ""
-        for sample, score in zip(sampled, scores, strict=True):
+        for sample, score in zip(sampled, await self._score(sampled), strict=True):
             if isinstance(score, ScoreFailure):
-                self._fail(sample.sample_id, f"reward_{score.reason}")
+                self._fail(sample.sample_id, Failure(f"reward_{score.reason}", str(score)))
                 continue
             group_id = sample.sample_id // self.config.samples_per_prompt
             rollout = Rollout(
                 sample_id=sample.sample_id, group_id=group_id, turns=(sample.completion,), score=score.value
             )
             self.buffer.add(rollout, timeout=0.0)
-            scored += 1
-            example = (
-                f"{sample.prompt.text.strip()[-60:]!r} -> {self._text(sample.completion)[:60]!r} ({score.value:g})"
-            )
-        rollouts = self.buffer.take(scored, learner_version=learner_version, timeout=0.0)
+            said = self._text(sample.completion)
+            example = f"{sample.prompt.text.strip()[-60:]!r} -> {said[:60]!r} ({score.value:g})"
+        issued = self.config.prompts_per_step * self.config.samples_per_prompt
+        self._check_failures(self._failures, issued, "of a step's samples")
+        rollouts = self.buffer.take_fresh(learner_version=learner_version)
         if not rollouts:
-            raise RuntimeError(f"none of {len(sampled)} samples is left to train on; failed: {self._failed or 'none'}")
-        return Collected(rollouts=list(rollouts), failed=self._failed, example=example)
+            raise RuntimeError(f"none of {issued} samples is fresh enough for version {learner_version} to train on")
+        failed = collections.Counter(failure.reason for failure in self._failures)
+        return Collected(rollouts=rollouts, failed=dict(failed), example=example)
 
     def trained(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             self.ledger.end(rollout.sample_id, "trained")
 
     async def evaluate(self) -> Evaluation:
-        """Mean score of greedy responses to the held-out prompts. They are not in the ledger."""
-        outcomes = await self._generate(self.held_out, range(len(self.held_out)), temperature=0.0)
-        completed = [
-            Sampled(index, prompt, outcome)
-            for index, (prompt, outcome) in enumerate(zip(self.held_out, outcomes, strict=True))
-            if not isinstance(outcome, Unanswered)
+        """Mean score of greedy responses to the held-out prompts. They are not in the ledger; their ids are below 0.
+
+        Raises RuntimeError when more than `max_failure_rate` of them fail: the mean of the rest would mislead.
+        """
+        ids = range(-1, -1 - len(self.held_out), -1)
+        outcomes = await self._generate(self.held_out, ids, temperature=0.0)
+        answered = [
+            Sampled(sample_id, prompt, outcome)
+            for sample_id, prompt, outcome in zip(ids, self.held_out, outcomes, strict=True)
+            if not isinstance(outcome, Failure)
         ]
-        scores = [score.value for score in await self._score(completed) if isinstance(score, Score)]
-        mean = sum(scores) / len(scores) if scores else float("nan")
-        return Evaluation(reward=mean, samples=len(scores), failed=len(self.held_out) - len(scores))
+        scored = await self._score(answered)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        failures += [Failure(f"reward_{s.reason}", str(s)) for s in scored if isinstance(s, ScoreFailure)]
+        self._check_failures(failures, len(self.held_out), "of the held-out samples")
+        scores = [score.value for score in scored if isinstance(score, Score)]
+        return Evaluation(reward=sum(scores) / len(scores), samples=len(scores), failed=len(failures))
 
     async def push_weights(self, update: WeightUpdate) -> None:
         """Give every engine the learner's weights; returns when each holds exactly this version, by digest."""
         tensors = list(update.tensors)
-        states = await asyncio.gather(
-            *(engine.update_weights(dataclasses.replace(update, tensors=tensors)) for engine in self.engines)
-        )
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                states = await asyncio.gather(
+                    *(engine.update_weights(dataclasses.replace(update, tensors=tensors)) for engine in self.engines)
+                )
+        except TimeoutError:
+            raise TimeoutError(
+                f"not every engine held version {update.policy_version} within {self.config.timeout:g} s of its push"
+            ) from None
         for engine, state in zip(self.engines, states, strict=True):
             if (state.policy_version, state.digest, state.status) != (update.policy_version, update.digest, "ready"):
                 raise RuntimeError(
@@ -168,57 +183,66 @@ class Sampler:
         self.next_sample_id = state.next_sample_id
 
     async def close(self) -> None:
+        """Close buffer and engines. What goes wrong here is logged: it must not hide why the run ended."""
         self.buffer.close()
-        self.rewards.close()
-        await asyncio.gather(*(engine.close() for engine in self.engines))
+        async with asyncio.timeout(CLOSE_TIMEOUT):
+            closed = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
+        for error in closed:
+            if isinstance(error, BaseException):
+                log.warning("an engine did not close: %s", error)
 
     async def _generate(
         self, prompts: Sequence[Prompt], sample_ids: Sequence[int], *, temperature: float
-    ) -> list[Completion | Unanswered]:
-        async def one(index: int, prompt: Prompt, sample_id: int) -> Completion | Unanswered:
+    ) -> list[Completion | Failure]:
+        async def one(index: int, prompt: Prompt, sample_id: int) -> Completion | Failure:
             request = GenerateRequest(
-                request_id=str(sample_id),
+                request_id=f"sample-{sample_id}",
                 prompt_token_ids=tuple(prompt.token_ids),
                 sampling=SamplingParams(
                     max_tokens=self.config.max_response_tokens,
                     temperature=temperature,
                     stop_token_ids=self.stop_token_ids,
-                    seed=self._sample_seed(sample_id) if temperature else None,
+                    seed=derived_seed(self.seed, sample_id) if temperature else None,
                 ),
             )
             try:
                 async with asyncio.timeout(self.config.timeout):
                     return await self.engines[index % len(self.engines)].generate(request)
             except TimeoutError:
-                return Unanswered("timeout", f"no answer to request {sample_id} within {self.config.timeout:g} s")
+                return Failure("timeout", f"no answer to request {sample_id} within {self.config.timeout:g} s")
             except RequestError as error:
-                return Unanswered(error.reason, str(error))
+                return Failure(error.reason, str(error))
 
         return await asyncio.gather(*(one(i, *pair) for i, pair in enumerate(zip(prompts, sample_ids, strict=True))))
 
-    def _sample_seed(self, sample_id: int) -> int:
-        """A seed of run and sample: the response does not depend on which engine serves the request."""
-        digest = hashlib.blake2b(f"{self.seed}/{sample_id}".encode(), digest_size=7).digest()
-        return int.from_bytes(digest)
-
     async def _score(self, sampled: Sequence[Sampled]) -> list[Score | ScoreFailure]:
-        return await self.rewards.score(
-            [
-                RewardRequest(
-                    sample_id=sample.sample_id,
-                    prompt=sample.prompt.text,
-                    response=self._text(sample.completion),
-                    ground_truth=sample.prompt.example.ground_truth,
-                    data_source=sample.prompt.example.data_source,
-                    extra=sample.prompt.example.extra,
-                )
-                for sample in sampled
-            ]
-        )
+        requests = [
+            RewardRequest(
+                sample_id=sample.sample_id,
+                prompt=sample.prompt.text,
+                response=self._text(sample.completion),
+                ground_truth=sample.prompt.example.ground_truth,
+                data_source=sample.prompt.example.data_source,
+                extra=sample.prompt.example.extra,
+            )
+            for sample in sampled
+        ]
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                return await self.rewards.score(requests)
+        except TimeoutError:
+            raise TimeoutError(f"{len(requests)} responses were not scored within {self.config.timeout:g} s") from None
 
     def _text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.response_token_ids, skip_special_tokens=True)
 
-    def _fail(self, sample_id: int, reason: str) -> None:
-        self.ledger.end(sample_id, "failed", reason=reason)
-        self._failed[reason] = self._failed.get(reason, 0) + 1
+    def _fail(self, sample_id: int, failure: Failure) -> None:
+        self.ledger.end(sample_id, "failed", reason=failure.reason)
+        self._failures.append(failure)
+
+    def _check_failures(self, failures: Sequence[Failure], total: int, what: str) -> None:
+        if failures and (len(failures) == total or len(failures) > self.max_failure_rate * total):
+            raise RuntimeError(
+                f"{len(failures)} of {total} {what} failed, trainer.max_failure_rate allows a share of "
+                f"{self.max_failure_rate:g}; the first: {failures[0].message}"
+            )

@@ -5,8 +5,9 @@ import hashlib
 import random
 from typing import Any
 
-from drivetrain_ppo.config import ConfigError, DataConfig
+from drivetrain_ppo.config import DataConfig
 from drivetrain_ppo.data import Example
+from drivetrain_ppo.errors import ConfigError
 
 LETTERS = "abcdefghij"
 LENGTH = 6

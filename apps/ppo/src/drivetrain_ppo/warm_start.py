@@ -1,5 +1,6 @@
 """Supervised training of the embedded model, to a policy that is sometimes right: PPO needs something to reinforce."""
 
+import itertools
 import pathlib
 import random
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from drivetrain_learner import Learner, LearnerConfig, LossTerms, PackedBatch, P
 
 from drivetrain_ppo.config import WarmStartConfig
 from drivetrain_ppo.data import Prompt, Tokenizer
+from drivetrain_ppo.errors import ConfigError
 
 PROBE_EVERY = 5
 PROBE_PROMPTS = 128
@@ -31,6 +33,11 @@ def warm_start(
     Returns that accuracy. `progress` hears of it every few steps. The demonstrations come from the end of `prompts`,
     and the probe from just before them.
     """
+    if len(prompts) < config.demonstrations + PROBE_PROMPTS:
+        raise ConfigError(
+            f"warm_start.demonstrations: {config.demonstrations} and {PROBE_PROMPTS} to probe with are more than the "
+            f"{len(prompts)} training prompts"
+        )
     shown = prompts[-config.demonstrations :]
     probe = prompts[-config.demonstrations - PROBE_PROMPTS : -config.demonstrations]
     demonstrations = _pack(shown, tokenizer, stop_token_id)
@@ -74,9 +81,16 @@ def _step(learner: Learner[PolicyModel], batch: PackedBatch) -> None:
 
 @torch.no_grad()
 def greedy_accuracy(model: PolicyModel, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_tokens: int) -> float:
-    """Share of prompts (all of one length) that greedy decoding answers exactly."""
-    ids = torch.tensor([prompt.token_ids for prompt in prompts])
-    written = model.model.generate(input_ids=ids, max_new_tokens=max_tokens, do_sample=False)[:, ids.shape[1] :]
-    answers = [tokenizer.decode(row, skip_special_tokens=True) for row in written.tolist()]
-    right = [answer == prompt.example.ground_truth for answer, prompt in zip(answers, prompts, strict=True)]
-    return sum(right) / len(right)
+    """Share of prompts that greedy decoding answers exactly. Prompts of one length are decoded together."""
+    right = 0
+    for _, group in itertools.groupby(sorted(prompts, key=_length), key=_length):
+        same = list(group)
+        ids = torch.tensor([prompt.token_ids for prompt in same])
+        written = model.model.generate(input_ids=ids, max_new_tokens=max_tokens, do_sample=False)[:, ids.shape[1] :]
+        answers = [tokenizer.decode(row, skip_special_tokens=True) for row in written.tolist()]
+        right += sum(answer == prompt.example.ground_truth for answer, prompt in zip(answers, same, strict=True))
+    return right / len(prompts)
+
+
+def _length(prompt: Prompt) -> int:
+    return len(prompt.token_ids)

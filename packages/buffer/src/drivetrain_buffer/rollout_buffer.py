@@ -170,6 +170,16 @@ class RolloutBuffer(Generic[T]):
             self._room.notify(n)
             return items
 
+    def take_fresh(self, *, learner_version: int) -> list[T]:
+        """Take all items that are fresh enough, oldest first, without waiting; there may be none.
+
+        Args:
+            learner_version: as for `take`.
+        """
+        with self._items:
+            self._drop_stale(learner_version)
+            return self.drain()
+
     def drain(self) -> list[T]:
         """Take all items that wait, oldest first, stale or not, without waiting; also from a closed buffer."""
         with self._items:

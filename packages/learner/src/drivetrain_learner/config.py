@@ -28,11 +28,11 @@ class LearnerConfig:
     max_grad_norm: float | None = 1.0
     """Gradients are scaled so that their global norm is at most this. None: they are left alone."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly to `lr`."""
+    """Optimizer steps over which the learning rate rises linearly to `lr`."""
     schedule: Literal["constant", "cosine"] = "constant"
     """What the learning rate does after the warm-up: stay, or fall to zero along half a cosine at `total_steps`."""
     total_steps: int | None = None
-    """Steps of the whole run, warm-up included. The cosine schedule needs it."""
+    """Optimizer steps of the whole run, warm-up included. The cosine schedule needs it."""
     max_tokens_per_microbatch: int = 16_384
     """Slots in a forward and backward pass at most; a longer sequence makes a micro-batch of its own."""
 

@@ -153,7 +153,7 @@ class Learner(Generic[Module]):
         gradients = self._summed_gradients()
         names = sorted(totals)
         sums = self.reduce(torch.stack([totals[name] for name in names]))
-        # The one moment at which the host waits for the device.
+        # The host waits for the device here once, and not for each number.
         norm, *values = torch.cat([parallel.total_norm(gradients).double()[None], sums]).tolist()
         metrics = dict(zip(names, values, strict=True))
         result = {"loss": metrics.pop(""), "grad_norm": norm, "lr": lr, "metrics": metrics}

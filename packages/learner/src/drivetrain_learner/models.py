@@ -24,7 +24,7 @@ _LOGIT_SETTINGS: dict[str, tuple[Any, ...]] = {
 def load_model(source: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
     """A causal language model from a folder or the Hugging Face hub, ready for packed batches.
 
-    Code that comes with a model is never run (`trust_remote_code` is off).
+    Code that comes with a model is never run: `trust_remote_code` is off, and weights are read from safetensors alone.
 
     Args:
         source: a folder with a transformers model, or the name of one on the hub.
@@ -37,7 +37,7 @@ def load_model(source: str, *, dtype: torch.dtype = torch.float32, device: torch
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False, use_safetensors=True)
     _prepare(model)
     return model.to(device).train()
 

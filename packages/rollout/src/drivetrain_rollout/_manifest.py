@@ -13,7 +13,7 @@ from drivetrain_rollout._checks import Manifest
 def read_config(model: str) -> Any:
     """The model's config. ValueError names the folder or hub id when there is none."""
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except OSError as error:
         raise ValueError(f"model {model!r} is no folder with a config.json, and no hub id that can be read") from error
 

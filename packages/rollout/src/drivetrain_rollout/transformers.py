@@ -78,7 +78,9 @@ class _TransformersBackend:
 
         hf_config = read_config(config.model)
         dtype = resolve_dtype(config.dtype, hf_config, config.device)
-        model = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, **config.engine_args)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            config.model, **{"dtype": dtype, "trust_remote_code": False, **config.engine_args}
+        )
         self._model = model.to(config.device).eval()
         self._device = torch.device(config.device)
         self._generator = torch.Generator(self._device).manual_seed(config.seed)

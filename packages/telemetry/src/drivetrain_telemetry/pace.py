@@ -102,11 +102,6 @@ RULES: tuple[Rule, ...] = (
         "raise trainer.eval_every",
     ),
     Rule(
-        "checkpoint",
-        "a step waits until its checkpoint is on disk",
-        "raise trainer.checkpoint_every",
-    ),
-    Rule(
         "other",
         "the time passes between the stages, where nothing is measured: fixed costs of a step",
         "raise rollout.prompts_per_step, so that a step has more work for the same fixed costs",
