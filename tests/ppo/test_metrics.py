@@ -2,9 +2,17 @@
 
 import pytest
 import torch
+from drivetrain_learner import UpdateResult
 from drivetrain_ppo.batch import Batch, Scored, make_batch
 from drivetrain_ppo.config import from_dict
-from drivetrain_ppo.metrics import LogprobMismatch, check_logprobs, logprob_difference, weight_metrics
+from drivetrain_ppo.metrics import (
+    LogprobMismatch,
+    check_finite_scores,
+    check_logprobs,
+    check_updates,
+    logprob_difference,
+    weight_metrics,
+)
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_rollout import Completion, Rollout, WeightUpdate
 
@@ -43,3 +51,23 @@ def test_log_probs_that_differ_stop_the_run() -> None:
 def test_what_a_push_moved() -> None:
     update = WeightUpdate(policy_version=4, digest="abc", tensors=[("w", torch.zeros(3, 2)), ("b", torch.zeros(5))])
     assert weight_metrics(update) == {"weights/version": 4, "weights/digest": "abc", "weights/bytes": 44}
+
+
+def update(skipped: str | None) -> UpdateResult:
+    return UpdateResult(loss=0.0, grad_norm=1.0, lr=1e-6, metrics={}, skipped=skipped)
+
+
+def test_a_model_that_takes_no_step_at_all_stops_the_run() -> None:
+    check_updates(3, actor=[update(None), update("the gradient's norm is inf")], critic=[update(None)])
+    with pytest.raises(
+        RuntimeError, match="step 3: all 2 updates of the actor were skipped: the gradient's norm is nan"
+    ):
+        check_updates(3, critic=[update(None)], actor=[update("the gradient's norm is nan")] * 2)
+
+
+def test_numbers_that_are_none_are_named_before_they_spread() -> None:
+    batch = one_rollout(-1.0, -2.0)
+    bad = scored([float("nan"), -1.0, -2.0])
+    check_finite_scores(batch, bad)  # the first slot belongs to the prompt
+    with pytest.raises(ValueError, match="old_logprobs"):
+        check_finite_scores(batch, scored([0.0, float("nan"), -2.0]))

@@ -95,7 +95,7 @@ async def train(parts: Parts) -> None:
                 critic_updates = [update_critic(parts, part, scored, returns) for part in split(parts, batch, step)]
             with timer.stage("update_actor"):
                 actor_updates = [update_actor(parts, part, scored, advantages) for part in split(parts, batch, step)]
-            check_updates(step, [*actor_updates, *critic_updates])
+            check_updates(step, critic=critic_updates, actor=actor_updates)
             with timer.stage("weight_sync"):
                 weights = await push_weights(parts)
             if parts.sampler is not None:

@@ -42,11 +42,12 @@ def check_finite_scores(batch: Batch, scored: Scored) -> None:
     check_finite("values", scored.values, mask, cu_seqlens=bounds)
 
 
-def check_updates(step: int, updates: Sequence[UpdateResult]) -> None:
-    """Stop when not one optimizer step of a whole PPO step could be taken: the run would go on and learn nothing."""
-    reasons = [update.skipped for update in updates]
-    if all(reasons):
-        raise RuntimeError(f"step {step}: all {len(updates)} optimizer steps were skipped; the first: {reasons[0]}")
+def check_updates(step: int, **updates: Sequence[UpdateResult]) -> None:
+    """Stop when a model took not one optimizer step of a whole PPO step: the run would go on and learn nothing."""
+    for name, results in updates.items():
+        reasons = [result.skipped for result in results]
+        if all(reasons):
+            raise RuntimeError(f"step {step}: all {len(reasons)} updates of the {name} were skipped: {reasons[0]}")
 
 
 def logprob_difference(ranks: Ranks, batch: Batch, scored: Scored) -> tuple[float, float]:
