@@ -109,10 +109,11 @@ def test_unknown_task_and_options() -> None:
 
 def test_jsonl(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "sums.jsonl"
-    rows = [{"question": f"{i}+1=", "reply": i + 1} for i in range(5)]
+    rows = [{"question": f"{i}+1=", "reply": i + 1, "level": i} for i in range(5)]
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     config = DataConfig(source=str(file), prompt_key="question", answer_key="reply", held_out=2, max_prompt_tokens=9)
     assert [e.ground_truth for e in read_examples(config)] == ["1", "2", "3", "4", "5"]
+    assert [e.extra for e in read_examples(config)][:2] == [{"level": 0}, {"level": 1}]
     data = load_prompts(config, Letters(), seed=1)
     assert len(data.train) == 3
     assert len(data.held_out) == 2

@@ -90,12 +90,14 @@ class Timeout(BaseException):
 @pytest.mark.parametrize(
     "error", [ValueError("bad"), KeyError("bad"), Timeout("bad"), SystemExit("bad"), RecursionError("bad")]
 )
-def test_what_is_raised_is_a_failure_with_its_name(error: BaseException) -> None:
+def test_what_is_raised_is_a_failure_with_its_name_and_line(error: BaseException) -> None:
     def fails(request: RewardRequest) -> float:
         raise error
 
     outcome = judge(fails, REQUEST)
-    assert outcome == ScoreFailure(sample_id=17, reason="raised", message=f"{type(error).__name__}: {error}")
+    line = fails.__code__.co_firstlineno + 1
+    message = f"{type(error).__name__}: {error} (test_judge.py:{line})"
+    assert outcome == ScoreFailure(sample_id=17, reason="raised", message=message)
 
 
 def test_an_interrupt_is_not_the_samples() -> None:

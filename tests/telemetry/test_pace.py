@@ -15,7 +15,7 @@ def test_the_longest_stage_sets_the_pace():
     assert found.text == (
         "rollout sets the pace: 60% of a step (6 of 10 s); update_actor comes next with 30%. "
         "Why: each response is sampled one token after the other, and a step waits for the longest. "
-        "To change it: raise rollout.max_num_seqs while the engines have memory, then rollout.workers."
+        "To change it: raise rollout.max_num_seqs where a step has more samples than that, then rollout.workers."
     )
 
 

@@ -15,6 +15,11 @@ PRESETS = ("quickstart", "smollm2")
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
+    if arguments.version:
+        from importlib.metadata import version
+
+        print(version("drivetrain-ppo"))
+        return 0
     if arguments.command is None:
         _parser().print_help()
         return 0
@@ -44,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="drivetrain-ppo", description="PPO for language models: sampling with vLLM, training with torch."
     )
+    parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     quickstart = commands.add_parser("quickstart", help="train the embedded default, or another model, on this machine")
@@ -81,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
     show = commands.add_parser("config", help="print a configuration with every default filled in")
     show.add_argument("config", nargs="?", help=f"a YAML file or a preset ({', '.join(PRESETS)})")
-    show.add_argument("overrides", nargs="*", metavar="key=value")
+    show.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     return parser
 
 
@@ -93,7 +99,9 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="go on from the last checkpoint of RUN, or of the newest run of this name",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, e.g. trainer.steps=50")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings to change, e.g. trainer.steps=50"
+    )
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:
@@ -115,7 +123,7 @@ def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Nam
     from rich.console import Console
 
     from drivetrain_ppo.accelerator import check_names
-    from drivetrain_ppo.config import load_config
+    from drivetrain_ppo.config import differences, load_config
     from drivetrain_ppo.models import check_source
     from drivetrain_ppo.preflight import check_address, check_data_source, check_reward, find_run
 
@@ -125,7 +133,9 @@ def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Nam
     resumed = None
     if arguments.resume is not None:
         resumed = find_run(arguments.resume, config)
-        config = load_config(resumed / "config.yaml", [*overrides, f"run_dir={resumed}"])
+        asked, config = config, load_config(resumed / "config.yaml", [*overrides, f"run_dir={resumed}"])
+        if changed := differences(asked, config):
+            print(f"{path} differs from the run's own config.yaml, which is used, in: {', '.join(changed)}")
     check_names(config.trainer.device, config.rollout.engine, spawn=config.rollout.spawn)
     check_source(config)
     check_data_source(config.data.source)

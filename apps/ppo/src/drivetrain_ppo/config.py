@@ -8,7 +8,7 @@ import math
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 import yaml
@@ -30,7 +30,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The policy to train; critic and reference start from it."""
 
     source: str = "embedded"
-    """`embedded` (a small model made and warm-started on the spot), `smollm2`, a local folder, or a Hugging Face id."""
+    """`embedded` (a small model of the letters a to l and `>`, made and warm-started on the spot), `smollm2`, a local
+    folder, or a Hugging Face id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type of learner and engine; `auto` is float32 on a CPU and bfloat16 elsewhere. Masters and optimizer
     states are float32 either way."""
@@ -203,6 +204,16 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-4` as a string; people mean the number."""
 
 
+def _no_key_twice(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    """YAML lets the last of two equal keys win in silence."""
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _no_key_twice)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )
@@ -238,6 +249,7 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$")
         name = where.strip("`.")
+        message = _in_words(message, name)
         given = "" if ", got " in message or not name else f", got {_at(data, name)!r}"
         raise ConfigError(f"{name or 'configuration'}: {message}{given}") from None
     _check_values(config)
@@ -266,6 +278,12 @@ def _override(data: dict[str, Any], override: str) -> None:
 def _defaults() -> dict[str, Any]:
     built: dict[str, Any] = msgspec.to_builtins(RunConfig())
     return built
+
+
+def differences(one: RunConfig, other: RunConfig) -> list[str]:
+    """The keys in which two configurations differ, but for the place they are written to."""
+    ours, theirs = msgspec.to_builtins(one), msgspec.to_builtins(other)
+    return [name for name in _leaves(ours) if _at(ours, name) != _at(theirs, name) and name != "run_dir"]
 
 
 FREE_FORM = ("data.options", "rollout.engine_args")
@@ -312,6 +330,18 @@ def _numbers(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, f
             yield from _numbers(value, f"{prefix}{key}.")
         elif isinstance(value, int | float):
             yield f"{prefix}{key}", value
+
+
+def _in_words(message: str, name: str) -> str:
+    """The words of the docs, and the choices where there are some."""
+    for theirs, ours in {"`array`": "`list`", "`object`": "`group of settings`"}.items():
+        message = message.replace(theirs, ours)
+    if message.startswith("Invalid enum value"):
+        kind: Any = RunConfig
+        for key in name.split("."):
+            kind = get_type_hints(kind)[key]
+        message = f"choose {', '.join(map(str, get_args(kind)))}"
+    return message
 
 
 def _at(data: Mapping[str, Any], name: str) -> Any:

@@ -171,6 +171,7 @@ def read_examples(config: DataConfig) -> Iterator[Example]:
 
 
 def _read_jsonl(path: pathlib.Path, config: DataConfig) -> Iterator[Example]:
+    used = (config.prompt_key, config.answer_key, "data_source")
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -188,7 +189,7 @@ def _read_jsonl(path: pathlib.Path, config: DataConfig) -> Iterator[Example]:
                 prompt=_messages(row[config.prompt_key], f"{path}:{number}"),
                 ground_truth=str(row[config.answer_key]),
                 data_source=str(row.get("data_source", path.stem)),
-                extra=row.get("extra_info") or {},
+                extra={key: value for key, value in row.items() if key not in used},
             )
 
 

@@ -5,11 +5,25 @@ learner, export) treats it as any other model.
 """
 
 import pathlib
+from collections.abc import Iterable
 
 import torch
 
+from drivetrain_ppo.errors import ConfigError
+
 HIDDEN = 128
 VOCABULARY = ["<pad>", "<bos>", "<eos>", ">", *"abcdefghijkl"]
+
+
+def check_letters(texts: Iterable[str]) -> None:
+    """Refuse a text that the tokenizer would read as padding. Raises ConfigError with the letter and the alphabet."""
+    for text in texts:
+        for letter in text:
+            if letter not in VOCABULARY:
+                known = "".join(token for token in VOCABULARY if len(token) == 1)
+                raise ConfigError(
+                    f"model.source: the embedded model knows no {letter!r} (in {text[:40]!r}), only the letters {known}"
+                )
 
 
 def make_model(folder: pathlib.Path, *, seed: int) -> None:

@@ -21,6 +21,7 @@ def export(checkpoint: pathlib.Path, folder: pathlib.Path) -> str:
         raise ConfigError(f"{checkpoint}: neither a run with a complete checkpoint nor a folder of RUN/checkpoints")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: the folder is not empty")
+    models.silence_progress_bars()
     try:
         loaded = load_checkpoint(found)
     except ValueError as error:
@@ -32,4 +33,5 @@ def export(checkpoint: pathlib.Path, folder: pathlib.Path) -> str:
     load_named_tensors(policy, {k.removeprefix(prefix): v for k, v in loaded.tensors.items() if k.startswith(prefix)})
     policy.model.save_pretrained(folder)
     models.copy_tokenizer(source, folder)
+    models.make_readable(folder)
     return f"{folder}: the policy of {found}, step {loaded.step}"

@@ -70,6 +70,14 @@ def max_positions(source: str) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def make_readable(folder: pathlib.Path) -> None:
+    """Give the files of a folder the permissions that new files have; safetensors makes its own for one user alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.iterdir():
+        path.chmod(0o666 & ~umask)
+
+
 def copy_tokenizer(source: str, folder: pathlib.Path) -> None:
     from transformers import AutoTokenizer
 

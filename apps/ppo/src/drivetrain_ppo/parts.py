@@ -67,10 +67,13 @@ def make_embedded(config: RunConfig, folder: pathlib.Path, *, say: Progress) -> 
     shutil.rmtree(draft, ignore_errors=True)
     embedded.make_model(draft, seed=config.seed)
     tokenizer = models.load_tokenizer(str(draft))
+    prompts = load_prompts(config.data, tokenizer, seed=config.seed)
+    every = [*prompts.train, *prompts.held_out]
+    embedded.check_letters(text for prompt in every for text in (prompt.text, prompt.example.ground_truth))
     accuracy = warm_start(
         draft,
         tokenizer,
-        load_prompts(config.data, tokenizer, seed=config.seed).train,
+        prompts.train,
         config.warm_start,
         stop_token_id=models.stop_token_ids(str(draft))[0],
         max_tokens=config.rollout.max_response_tokens,
@@ -78,6 +81,7 @@ def make_embedded(config: RunConfig, folder: pathlib.Path, *, say: Progress) -> 
         progress=lambda step, accuracy: say(f"warm start: step {step}, greedy accuracy {accuracy:.2f}"),
     )
     say(f"warm-started: greedy accuracy {accuracy:.2f} on fresh training prompts")
+    models.make_readable(draft)
     draft.rename(folder)
 
 
@@ -189,6 +193,8 @@ def wait_for_engines(
             for child in children:
                 child.check()
         return [start.result() for start in starts]
+    except ValueError as error:
+        raise ConfigError(f"rollout: {' '.join(str(error).split())}") from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # a thread that still waits ends with the endpoint
 

@@ -13,7 +13,10 @@ RUNS = pathlib.Path("runs")
 
 
 def find_run(named: str, config: RunConfig) -> pathlib.Path:
-    """The run to resume: the one named, the configuration's, or the newest of the configuration's name."""
+    """The run to resume: the one named, the configuration's, or the newest of the configuration's name.
+
+    Of those by name, one with a checkpoint comes before one that never got so far.
+    """
     if named or config.run_dir is not None:
         found = pathlib.Path(named or str(config.run_dir))
         if not (found / "config.yaml").is_file():
@@ -23,7 +26,7 @@ def find_run(named: str, config: RunConfig) -> pathlib.Path:
     runs = sorted(path.parent for path in RUNS.glob("*/config.yaml") if stamped.fullmatch(path.parent.name))
     if not runs:
         raise ConfigError(f"--resume: there is no run {RUNS}/{config.name}-*; name one")
-    return runs[-1]
+    return next((run for run in reversed(runs) if any(run.glob("checkpoints/step-*"))), runs[-1])
 
 
 def check_address(address: str, *, keys: str | None) -> None:
@@ -70,7 +73,7 @@ def check_data_source(source: str) -> None:
             f"data.source: {source!r} is neither sort_letters, reasoning_gym:NAME nor a .jsonl or .parquet file"
         )
     if not path.is_file():
-        raise ConfigError(f"data.source: {path}: no such file")
+        raise ConfigError(f"data.source: {path}: no such file ({path.absolute()})")
 
 
 REWARDS = {

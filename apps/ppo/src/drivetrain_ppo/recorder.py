@@ -2,6 +2,7 @@
 
 import pathlib
 import shutil
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerMark
     reward_before: float
     identity: dict[str, Any]
+    seconds: float
+    """Of all sessions so far."""
 
 
 class CheckpointRecorder:
@@ -53,10 +56,13 @@ class RunRecorder:
         timer: StageTimer,
         memory: Callable[[], int],
         identity: dict[str, Any],
-        reward_before: float | None,
+        before: State | None,
+        began: float,
     ) -> None:
-        """`memory` gives this process's peak bytes; `reward_before` is that of the run's start if it is resumed."""
-        self.reward_before = reward_before
+        """`memory` gives this process's peak bytes; `before` is the checkpoint's state if the run is resumed."""
+        self.reward_before = None if before is None else before.reward_before
+        self._seconds_before = 0.0 if before is None else before.seconds
+        self._began = began
         self.reward_after: float | None = None
         self._metrics = metrics
         self._events = events
@@ -68,11 +74,15 @@ class RunRecorder:
         self._memory = memory
         self._identity = identity
 
+    def seconds(self) -> float:
+        """Of this session and those before it, up to the checkpoint it went on from."""
+        return self._seconds_before + time.monotonic() - self._began
+
     def started(self, step: int, evaluation: Evaluation) -> None:
         if self.reward_before is None:
             self.reward_before = evaluation.reward
         self.reward_after = evaluation.reward
-        self._display.note(f"held-out reward {evaluation.reward:.3f} (greedy, {evaluation.samples} prompts)")
+        self._display.note(f"held-out reward {_said(evaluation)}")
         if step == 0:
             self._metrics.write(0, _evaluated(evaluation))
 
@@ -91,7 +101,7 @@ class RunRecorder:
             self._events.write("samples_failed", step=step, reason=reason, count=count)
             self._display.note(f"step {step}: {count} samples failed: {reason}")
         if evaluation is not None:
-            self._display.note(f"step {step}: held-out reward {evaluation.reward:.3f}; sampled {collected.example}")
+            self._display.note(f"step {step}: held-out reward {_said(evaluation)}; sampled {collected.example}")
 
     def checkpoint(self, step: int, parts: Parts) -> None:
         """Write a checkpoint, and keep the newest `keep_checkpoints`."""
@@ -104,6 +114,7 @@ class RunRecorder:
             ledger=self._ledger.mark(),
             reward_before=self.reward_before,
             identity=self._identity,
+            seconds=self.seconds(),
         )
         saved = save_checkpoint(self._checkpoints, step, tensors, msgspec.to_builtins(state))
         for old in sorted(self._checkpoints.glob("step-*"))[: -self._keep]:
@@ -116,6 +127,11 @@ def ledger_counts(ledger: Ledger) -> dict[str, int]:
     """Samples issued, and how many ended in each way or have not yet."""
     counts: dict[str, int] = msgspec.to_builtins(ledger.counts())
     return counts
+
+
+def _said(evaluation: Evaluation) -> str:
+    failed = f", {evaluation.failed} more failed" if evaluation.failed else ""
+    return f"{evaluation.reward:.3f} (greedy, {evaluation.samples} prompts{failed})"
 
 
 def _evaluated(evaluation: Evaluation) -> dict[str, Metric]:

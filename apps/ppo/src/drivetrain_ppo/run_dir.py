@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import fcntl
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ class RunDirectory:
         self._config = config
         self._ranks = ranks
         self._began = time.monotonic()
+        self._resuming = False
         self._checkpoint: Checkpoint | None = None
         self._files: Files | None = None
         self._recorder: RunRecorder | None = None
@@ -75,11 +77,16 @@ class RunDirectory:
                     directory._write_config()
             ranks.barrier()
             if resumed is not None:
+                directory._resuming = True
                 found = latest_checkpoint(directory.checkpoints)
                 directory._checkpoint = None if found is None else load_checkpoint(found)
             if ranks.is_main:
                 directory._files = directory._open_files(stack, resumed=resumed is not None)
-            yield directory
+            try:
+                yield directory
+            except BaseException as error:
+                directory._stopped(error, resumed)
+                raise
 
     @property
     def ledger(self) -> Ledger:
@@ -99,6 +106,8 @@ class RunDirectory:
     def restore(self, learners: Learners, sampler: Sampler | None) -> int:
         """Bring everything to where the checkpoint left it, and return its step; 0 for a run from the start."""
         if self._checkpoint is None:
+            if self._resuming:
+                self.say("the run has no checkpoint: it begins anew")
             return 0
         _check_same_run(_state(self._checkpoint), self._config)
         for name, learner in (("actor/", learners.actor), ("critic/", learners.critic)):
@@ -129,7 +138,8 @@ class RunDirectory:
             timer=timer,
             memory=accelerator.peak_memory,
             identity=identity(self._config),
-            reward_before=None if self._checkpoint is None else _state(self._checkpoint).reward_before,
+            before=None if self._checkpoint is None else _state(self._checkpoint),
+            began=self._began,
         )
         return self._recorder
 
@@ -143,11 +153,22 @@ class RunDirectory:
             run=str(self.path),
             reward_before=self._recorder.reward_before,
             reward_after=self._recorder.reward_after,
-            seconds=time.monotonic() - self._began,
+            seconds=self._recorder.seconds(),
             ledger=ledger_counts(self._files.ledger),
         )
         self._files.events.write("finished", **msgspec.json.decode(summary.to_json()))
         return summary
+
+    def _stopped(self, error: BaseException, resumed: pathlib.Path | None) -> None:
+        """Say how to go on. A new run that a mistake in its configuration ended before it began leaves no folder."""
+        if self._files is None:
+            return
+        kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self._files.events.write(kind, error=f"{type(error).__name__}: {error}")
+        if isinstance(error, ConfigError) and resumed is None and self._recorder is None:
+            shutil.rmtree(self.path)
+        elif any(self.checkpoints.glob("step-*")):
+            self.say(f"{kind}; go on from the last checkpoint with --resume {self.path}")
 
     def _write_config(self) -> None:
         draft = self.path / "config.yaml.new"

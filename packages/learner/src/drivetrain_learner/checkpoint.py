@@ -108,6 +108,7 @@ def _write(draft: Path, step: int, tensors: Mapping[str, Tensor], state: Any) ->
     except (TypeError, ValueError) as error:
         raise ValueError(f"state cannot be written as JSON: {error}") from error
     save_file(dict(_separate(tensors)), draft / _TENSORS)
+    _make_readable(draft / _TENSORS)
     _flush(draft / _TENSORS)
     header = {
         "format": _FORMAT,
@@ -118,6 +119,13 @@ def _write(draft: Path, step: int, tensors: Mapping[str, Tensor], state: Any) ->
     (draft / _STATE).write_text(json.dumps(header, allow_nan=False))
     _flush(draft / _STATE)
     _flush(draft)
+
+
+def _make_readable(path: Path) -> None:
+    """Gives a file the permissions that new files have; safetensors makes its own for one user alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

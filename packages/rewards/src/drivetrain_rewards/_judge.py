@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
@@ -22,7 +23,7 @@ def judge(function: RewardFunction, request: RewardRequest) -> Outcome:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # a time-out or an exit that is no Exception is this sample's as well
-        return _failure(request, "raised", f"{type(error).__name__}: {error}")
+        return _failure(request, "raised", f"{type(error).__name__}: {error}{_where(error)}")
     details: dict[str, Any] = {}
     if isinstance(returned, Score):
         if returned.sample_id != request.sample_id:
@@ -40,6 +41,13 @@ def judge(function: RewardFunction, request: RewardRequest) -> Outcome:
         numbers[name] = checked
     value, *parts = numbers.values()
     return Score(sample_id=request.sample_id, value=value, details=dict(zip(details, parts, strict=True)))
+
+
+def _where(error: BaseException) -> str:
+    """The line of the function's own file at which it raised."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def as_float(number: object) -> float | None:

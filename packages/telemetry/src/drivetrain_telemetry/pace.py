@@ -37,7 +37,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "rollout",
         "each response is sampled one token after the other, and a step waits for the longest",
-        "raise rollout.max_num_seqs while the engines have memory, then rollout.workers",
+        "raise rollout.max_num_seqs where a step has more samples than that, then rollout.workers",
     ),
     Rule(
         "reward",
