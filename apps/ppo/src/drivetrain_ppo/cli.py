@@ -158,15 +158,11 @@ def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Nam
 def _heed_signals() -> None:
     """SIGINT and SIGTERM end a command in order, children first.
 
-    A handler of our own is raised wherever the main thread is: asyncio's would wait until the loop next suspends, and a
-    process that a shell started in the background would ignore SIGINT.
+    Python's own handler is put back because a shell starts processes in the background with SIGINT ignored. While the
+    loop runs, asyncio cancels it where it next awaits: an exception at any other place could leave a lock held.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-
-
-def _interrupt(_signal: int, _frame: object) -> None:
-    raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: signal.raise_signal(signal.SIGINT))
 
 
 def _rollout_worker(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ The schedule is synchronous. Each step
 Every rank runs this same function. What differs between one node and many is only what the assembly puts into `Parts`.
 """
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -86,15 +87,19 @@ async def train(parts: Parts) -> None:
             version = parts.actor.step
             collected = await collect(parts, version)
             batch = make_batch(collected.rollouts, rank=ranks.rank, size=ranks.size, device=parts.device)
-            scored = score(parts, batch)
+            scored = await score(parts, batch)
             check_finite_scores(batch, scored)
             check_logprobs(config, ranks, batch, scored)
             with timer.stage("advantages"):
                 advantages, returns = advantages_and_returns(batch, scored, config.algorithm, ranks)
             with timer.stage("update_critic"):
-                critic_updates = [update_critic(parts, part, scored, returns) for part in split(parts, batch, step)]
+                critic_updates = [
+                    await update_critic(parts, part, scored, returns) for part in split(parts, batch, step)
+                ]
             with timer.stage("update_actor"):
-                actor_updates = [update_actor(parts, part, scored, advantages) for part in split(parts, batch, step)]
+                actor_updates = [
+                    await update_actor(parts, part, scored, advantages) for part in split(parts, batch, step)
+                ]
             check_updates(step, critic=critic_updates, actor=actor_updates)
             with timer.stage("weight_sync"):
                 weights = await push_weights(parts)
@@ -151,7 +156,7 @@ async def push_weights(parts: Parts) -> Metrics:
     return weight_metrics(update)
 
 
-def score(parts: Parts, batch: Batch) -> Scored:
+async def score(parts: Parts, batch: Batch) -> Scored:
     """Log-probs of policy and reference and the critic's values, all without gradient."""
     temperature = parts.config.rollout.temperature
 
@@ -160,8 +165,10 @@ def score(parts: Parts, batch: Batch) -> Scored:
 
     with parts.timer.stage("old_logprobs"):
         old_logprobs = parts.actor.infer(batch.packed, logprobs(parts.actor.module))
+    await heed_signals()
     with parts.timer.stage("ref_logprobs"):
         ref_logprobs = parts.reference.infer(batch.packed, logprobs(parts.reference.module))
+    await heed_signals()
     with parts.timer.stage("values"):
         values = parts.critic.infer(batch.packed, parts.critic.module)
     return Scored(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values)
@@ -189,6 +196,11 @@ def advantages_and_returns(
     return advantages, returns
 
 
+async def heed_signals() -> None:
+    """A signal cancels the loop where it suspends, and computing never does by itself."""
+    await asyncio.sleep(0)
+
+
 def split(parts: Parts, batch: Batch, step: int) -> Iterator[PackedBatch]:
     """The minibatches of all epochs, in order; the same for actor and critic."""
     algorithm = parts.config.algorithm
@@ -196,8 +208,9 @@ def split(parts: Parts, batch: Batch, step: int) -> Iterator[PackedBatch]:
         yield from minibatches(batch, algorithm.minibatches, seed=derived_seed(parts.config.seed, step, epoch))
 
 
-def update_actor(parts: Parts, minibatch: PackedBatch, scored: Scored, advantages: Tensor) -> UpdateResult:
+async def update_actor(parts: Parts, minibatch: PackedBatch, scored: Scored, advantages: Tensor) -> UpdateResult:
     """One optimizer step on the clipped surrogate with an entropy bonus."""
+    await heed_signals()
     algorithm, reduce = parts.config.algorithm, parts.ranks.reduce
     mask, bounds = minibatch.loss_mask, minibatch.cu_seqlens
     tokens = loss_denominator(mask, mode="token_mean", cu_seqlens=bounds, reduce=reduce)
@@ -235,8 +248,9 @@ def update_actor(parts: Parts, minibatch: PackedBatch, scored: Scored, advantage
     return parts.actor.update(minibatch, loss)
 
 
-def update_critic(parts: Parts, minibatch: PackedBatch, scored: Scored, returns: Tensor) -> UpdateResult:
+async def update_critic(parts: Parts, minibatch: PackedBatch, scored: Scored, returns: Tensor) -> UpdateResult:
     """One optimizer step on the clipped squared error to the returns."""
+    await heed_signals()
     tokens = loss_denominator(
         minibatch.loss_mask, mode="token_mean", cu_seqlens=minibatch.cu_seqlens, reduce=parts.ranks.reduce
     )
