@@ -188,14 +188,14 @@ def test_a_request_that_never_ends_fails_alone(ledger: Ledger) -> None:
 
 def test_nothing_answered_is_an_error_with_the_first_reason(ledger: Ledger) -> None:
     sampler = make_sampler(ledger, FakeEngine(refused=range(9)))
-    with pytest.raises(RuntimeError, match=r"4 of 4 of a step's samples failed.*the first: .*too long"):
+    with pytest.raises(RuntimeError, match=r"4 of 4 samples of a step failed.*the first: .*too long"):
         asyncio.run(step(sampler))
     assert ledger.check().failed == 4
 
 
 def test_too_many_failures_end_the_run_whatever_the_reason(ledger: Ledger) -> None:
     sampler = make_sampler(ledger, FakeEngine(refused=[1]), broken="2", max_failure_rate=0.4)
-    with pytest.raises(RuntimeError, match=r"2 of 4 of a step's samples failed"):
+    with pytest.raises(RuntimeError, match=r"2 of 4 samples of a step failed"):
         asyncio.run(step(sampler))
     assert ledger.check().failed == 2
 
@@ -209,7 +209,7 @@ def test_stale_rollouts_are_left_out(ledger: Ledger) -> None:
 
 def test_an_evaluation_of_few_answers_is_none(ledger: Ledger) -> None:
     sampler = make_sampler(ledger, FakeEngine(refused=[2]), max_failure_rate=0.4)
-    with pytest.raises(RuntimeError, match="1 of 2 of the held-out samples failed"):
+    with pytest.raises(RuntimeError, match="1 of 2 held-out samples failed"):
         asyncio.run(sampler.evaluate())
 
 

@@ -143,6 +143,10 @@ def _start(path: pathlib.Path, overrides: Sequence[str], arguments: argparse.Nam
     if os.environ.get("RANK", "0") == "0":
         check_address(config.rollout.listen, keys=config.rollout.keys)
     _heed_signals()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from drivetrain_ppo.launch import die_with_parent
+
+        die_with_parent(os.getppid())
     # Learner and engine take turns on the same cores: a thread that waits must not spin. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from drivetrain_ppo.assemblies import choose_assembly

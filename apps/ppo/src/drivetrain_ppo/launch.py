@@ -94,7 +94,7 @@ class Child:
     def tail(self, lines: int = 15) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self, *, patience: float = 10.0) -> None:
+    def stop(self, *, patience: float = 6.0) -> None:
         """Wait for the process to end by itself, then SIGTERM, then SIGKILL its whole session."""
         for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
             if signal_number is not None and self._process.poll() is None:

@@ -201,13 +201,15 @@ def wait_for_engines(
 
 def engine_config(config: RunConfig, task: Task, accelerator: Accelerator) -> EngineConfig:
     rollout = config.rollout
-    wanted = config.data.max_prompt_tokens + rollout.max_response_tokens
+    wanted, most = config.data.max_prompt_tokens + rollout.max_response_tokens, models.max_positions(task.model)
+    if rollout.max_model_len is not None and most is not None and rollout.max_model_len > most:
+        raise ConfigError(f"rollout.max_model_len: {rollout.max_model_len} is more than the {most} the model can take")
     return EngineConfig(
         engine=rollout.engine,
         model=str(pathlib.Path(task.model).resolve()) if pathlib.Path(task.model).is_dir() else task.model,
         dtype=config.model.dtype,
         device=accelerator.device,
-        max_model_len=rollout.max_model_len or min(wanted, models.max_positions(task.model) or wanted),
+        max_model_len=rollout.max_model_len or min(wanted, most or wanted),
         max_num_seqs=rollout.max_num_seqs,
         memory_fraction=rollout.memory_fraction or accelerator.memory_fraction,
         kv_cache_bytes=rollout.kv_cache_bytes if rollout.engine == "vllm" else None,

@@ -117,10 +117,19 @@ class RunRecorder:
             seconds=self.seconds(),
         )
         saved = save_checkpoint(self._checkpoints, step, tensors, msgspec.to_builtins(state))
-        for old in sorted(self._checkpoints.glob("step-*"))[: -self._keep]:
-            shutil.rmtree(old)
+        for gone in superseded(self._checkpoints, saved, keep=self._keep):
+            shutil.rmtree(gone)
         self._events.write("checkpoint", step=step, path=str(saved))
         parts.ranks.barrier()
+
+
+def superseded(checkpoints: pathlib.Path, saved: pathlib.Path, *, keep: int) -> list[pathlib.Path]:
+    """The checkpoints to delete now that `saved` is complete: all of later steps, which a resume has undone, and of the
+    earlier ones what exceeds `keep`. `saved` itself is never among them."""
+    others = sorted(path for path in checkpoints.glob("step-*") if path != saved)
+    later = [path for path in others if path.name > saved.name]
+    earlier = others[: len(others) - len(later)]
+    return later + earlier[: max(len(earlier) - (keep - 1), 0)]
 
 
 def ledger_counts(ledger: Ledger) -> dict[str, int]:

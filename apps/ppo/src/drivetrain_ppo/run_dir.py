@@ -57,6 +57,7 @@ class RunDirectory:
         self._ranks = ranks
         self._began = time.monotonic()
         self._resuming = False
+        self._made = False
         self._checkpoint: Checkpoint | None = None
         self._files: Files | None = None
         self._recorder: RunRecorder | None = None
@@ -72,6 +73,7 @@ class RunDirectory:
         directory = cls(pathlib.Path(path), config, ranks)
         with contextlib.ExitStack() as stack:
             if ranks.is_main:
+                directory._made = not directory.path.exists()
                 stack.enter_context(_locked(directory.path, new=resumed is None))
                 if resumed is None:
                     directory._write_config()
@@ -85,7 +87,7 @@ class RunDirectory:
             try:
                 yield directory
             except BaseException as error:
-                directory._stopped(error, resumed)
+                directory._stopped(error)
                 raise
 
     @property
@@ -159,13 +161,14 @@ class RunDirectory:
         self._files.events.write("finished", **msgspec.json.decode(summary.to_json()))
         return summary
 
-    def _stopped(self, error: BaseException, resumed: pathlib.Path | None) -> None:
-        """Say how to go on. A new run that a mistake in its configuration ended before it began leaves no folder."""
+    def _stopped(self, error: BaseException) -> None:
+        """Say how to go on. A folder made for a run that a mistake in its configuration
+        ended before it began is taken away."""
         if self._files is None:
             return
         kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         self._files.events.write(kind, error=f"{type(error).__name__}: {error}")
-        if isinstance(error, ConfigError) and resumed is None and self._recorder is None:
+        if isinstance(error, ConfigError) and self._made and self._recorder is None:
             shutil.rmtree(self.path)
         elif any(self.checkpoints.glob("step-*")):
             self.say(f"{kind}; go on from the last checkpoint with --resume {self.path}")
@@ -242,6 +245,7 @@ def _locked(path: pathlib.Path, *, new: bool) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"run_dir: {path} is in use by another process") from None
-        if new and (path / "metrics.jsonl").exists():
+        metrics = path / "metrics.jsonl"
+        if new and metrics.exists() and metrics.stat().st_size:
             raise ConfigError(f"run_dir: {path} holds a run; go on with it by --resume, or choose another run_dir")
         yield

@@ -127,7 +127,7 @@ class Sampler:
             said = self._text(sample.completion)
             example = f"{sample.prompt.text.strip()[-60:]!r} -> {said[:60]!r} ({score.value:g})"
         issued = self.config.prompts_per_step * self.config.samples_per_prompt
-        self._check_failures(self._failures, issued, "of a step's samples")
+        self._check_failures(self._failures, issued, "samples of a step")
         rollouts = self.buffer.take_fresh(learner_version=learner_version)
         if not rollouts:
             raise RuntimeError(f"none of {issued} samples is fresh enough for version {learner_version} to train on")
@@ -153,7 +153,7 @@ class Sampler:
         scored = await self._score(answered)
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         failures += [Failure(f"reward_{s.reason}", str(s)) for s in scored if isinstance(s, ScoreFailure)]
-        self._check_failures(failures, len(self.held_out), "of the held-out samples")
+        self._check_failures(failures, len(self.held_out), "held-out samples")
         scores = [score.value for score in scored if isinstance(score, Score)]
         return Evaluation(reward=sum(scores) / len(scores), samples=len(scores), failed=len(failures))
 
@@ -243,6 +243,6 @@ class Sampler:
     def _check_failures(self, failures: Sequence[Failure], total: int, what: str) -> None:
         if failures and (len(failures) == total or len(failures) > self.max_failure_rate * total):
             raise RuntimeError(
-                f"{len(failures)} of {total} {what} failed, trainer.max_failure_rate allows a share of "
+                f"{len(failures)} of {total} {what} failed; trainer.max_failure_rate allows a share of "
                 f"{self.max_failure_rate:g}; the first: {failures[0].message}"
             )
