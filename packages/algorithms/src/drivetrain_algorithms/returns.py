@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain_algorithms._scan import following, reverse_scan
-from drivetrain_algorithms._slots import check_fraction, check_sequences, check_slots, masked, sequence_ends
+from drivetrain_algorithms._scan import later_sums
+from drivetrain_algorithms._slots import as_float, check_fraction, check_sequences, check_slots
 
 
 class Advantages(NamedTuple):
@@ -68,10 +68,16 @@ def gae(
     check_sequences(mask, cu_seqlens)
     check_fraction("gamma", gamma)
     check_fraction("lam", lam)
-    rewards, values = masked(rewards, mask), masked(values, mask)
-    traces = _discounted(torch.lerp(values, rewards, lam), mask, gamma * lam, cu_seqlens)
-    returns = masked(rewards + gamma * _following(traces, mask, cu_seqlens), mask)
-    return Advantages(returns - values, returns)
+    rewards, values, skipped = as_float(rewards), as_float(values), ~mask
+    following = later_sums(
+        torch.lerp(values, rewards, lam).masked_fill_(skipped, 0.0),
+        skipped,
+        discount=gamma * lam,
+        cu_seqlens=cu_seqlens,
+    )
+    returns = _with_following(rewards, following, skipped, gamma)
+    del following
+    return Advantages((returns - values).masked_fill_(skipped, 0.0), returns)
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -102,20 +108,13 @@ def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float, cu_seqlens: Te
     check_slots(mask, rewards=rewards)
     check_sequences(mask, cu_seqlens)
     check_fraction("gamma", gamma)
-    return masked(_discounted(masked(rewards, mask), mask, gamma, cu_seqlens), mask)
+    rewards, skipped = as_float(rewards), ~mask
+    following = later_sums(rewards.masked_fill(skipped, 0.0), skipped, discount=gamma, cu_seqlens=cu_seqlens)
+    return _with_following(rewards, following, skipped, gamma)
 
 
-def _discounted(x: Tensor, mask: Tensor, discount: float, cu_seqlens: Tensor | None) -> Tensor:
-    """`yₜ = xₜ + discount * yₜ₊₁` within each sequence; a masked slot passes on what follows it."""
-    decay = torch.where(mask, x.new_full((), discount), 1.0)
-    if cu_seqlens is None:
-        return reverse_scan(decay, x, resets=discount == 0.0)
-    decay = torch.where(sequence_ends(mask, cu_seqlens), 0.0, decay)
-    return reverse_scan(decay, x, resets=True)
-
-
-def _following(x: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """`x` one slot later in the same sequence, 0 at its end."""
-    if cu_seqlens is None:
-        return following(x)
-    return torch.where(sequence_ends(mask, cu_seqlens), 0.0, following(x))
+def _with_following(rewards: Tensor, following: Tensor, skipped: Tensor, gamma: float) -> Tensor:
+    """`r + γ y`, where `y` is what follows; 0 at skipped slots."""
+    if gamma == 0.0:  # what is discounted to nothing does not count, also where it is inf or NaN
+        return rewards.masked_fill(skipped, 0.0)
+    return torch.add(rewards, following, alpha=gamma).masked_fill_(skipped, 0.0)
