@@ -85,7 +85,8 @@ def _solve(decay: Tensor, y: Tensor, batch: torch.Size, *, resets: bool) -> None
 
 def _passed(x: Tensor, decay: Tensor) -> Tensor:
     """`x`, and 0 where `decay` is 0: `torch.where`, but vectorised on the CPU."""
-    return torch.ops.aten.threshold_backward(x, decay, 0.0)
+    passed: Tensor = torch.ops.aten.threshold_backward(x, decay, 0.0)
+    return passed
 
 
 def _to_rows(x: Tensor, size: int) -> Tensor:
