@@ -101,13 +101,17 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _write(draft: Path, step: int, tensors: Mapping[str, Tensor], state: Any) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"state cannot be written as JSON: {error}") from error
-    save_file(dict(_separate(tensors)), draft / _TENSORS)
+    try:
+        save_file(dict(_separate(tensors)), draft / _TENSORS)
+    except SafetensorError as error:  # what a full disk comes as
+        raise OSError(f"{draft / _TENSORS} cannot be written: {error}") from error
     _make_readable(draft / _TENSORS)
     _flush(draft / _TENSORS)
     header = {
