@@ -157,7 +157,9 @@ def test_prints_do_not_disturb_the_channel(act: str) -> None:
 def test_errors_are_failures_and_the_worker_stays(act: str) -> None:
     with RewardPool(act, num_workers=1, deadline=20) as pool:
         outcomes = score(pool, "pid", "raise", "sys.exit", "pid")
-    assert outcomes[1] == ScoreFailure(sample_id=1, reason="raised", message="ValueError: cannot judge")
+    assert outcomes[1] == ScoreFailure(
+        sample_id=1, reason="raised", message="ValueError: cannot judge (functions.py:30)"
+    )
     assert outcomes[2] == ScoreFailure(sample_id=2, reason="raised", message="SystemExit: 3")
     assert outcomes[0].value == outcomes[3].value
 
@@ -173,7 +175,7 @@ def test_a_function_that_always_raises_stops_the_run(act: str) -> None:
 def test_time_limits_by_signal_work_and_do_not_reach_the_next_sample(act: str) -> None:
     with RewardPool(act, num_workers=1, deadline=20) as pool:
         outcomes = score(pool, "alarm", "forgotten alarm", "nap")
-    assert outcomes[0] == ScoreFailure(sample_id=0, reason="raised", message="TimeoutError: too slow")
+    assert outcomes[0] == ScoreFailure(sample_id=0, reason="raised", message="TimeoutError: too slow (functions.py:39)")
     assert [outcome.value for outcome in outcomes[1:]] == [1.0, 3.0]
 
 

@@ -18,12 +18,15 @@ def length_or_error(request: RewardRequest) -> float:
     return len(request.response)
 
 
+LINE = f"test_rewards.py:{length_or_error.__code__.co_firstlineno + 2}"
+
+
 def test_each_request_gets_its_outcome_in_order() -> None:
     with InlineRewards(length_or_error, max_failure_rate=1.0) as rewards:
         outcomes = asyncio.run(rewards.score(requests("four", "raise", "", "nan", "seven..")))
     assert outcomes == [
         Score(sample_id=0, value=4.0),
-        ScoreFailure(sample_id=1, reason="raised", message="ValueError: cannot judge"),
+        ScoreFailure(sample_id=1, reason="raised", message=f"ValueError: cannot judge ({LINE})"),
         Score(sample_id=2, value=0.0),
         ScoreFailure(sample_id=3, reason="not_finite", message="the value is nan"),
         Score(sample_id=4, value=7.0),
@@ -34,14 +37,16 @@ def test_each_request_gets_its_outcome_in_order() -> None:
 
 def test_failures_are_logged_with_their_sample(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(InlineRewards(length_or_error).score(requests("ok", "raise")))
-    assert [record.getMessage() for record in caplog.records] == ["sample 1: raised: ValueError: cannot judge"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"sample 1: raised: ValueError: cannot judge ({LINE})"
+    ]
 
 
 def test_a_function_that_always_fails_stops_the_run_with_its_first_error() -> None:
     rewards = InlineRewards(length_or_error)
     says = (
         r"^10 of the last 10 rewards failed, more than max_failure_rate=0.5 allows; "
-        r"the first: sample 0: raised: ValueError: cannot judge$"
+        rf"the first: sample 0: raised: ValueError: cannot judge \({LINE}\)$"
     )
     with pytest.raises(RuntimeError, match=says):
         asyncio.run(rewards.score(requests(*["raise"] * 10)))
