@@ -160,7 +160,7 @@ def test_errors_are_failures_and_the_worker_stays(act: str) -> None:
     assert outcomes[1] == ScoreFailure(
         sample_id=1, reason="raised", message="ValueError: cannot judge (functions.py:30)"
     )
-    assert outcomes[2] == ScoreFailure(sample_id=2, reason="raised", message="SystemExit: 3")
+    assert outcomes[2] == ScoreFailure(sample_id=2, reason="raised", message="SystemExit: 3 (functions.py:16)")
     assert outcomes[0].value == outcomes[3].value
 
 
