@@ -1,108 +1,114 @@
-"""The linear recurrence behind discounted sums, solved for all blocks of a few slots at once."""
+"""The linear recurrence behind discounted sums, solved in many short blocks of slots at once."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import channel_shuffle, pad
 
 
-def later_sums(x: Tensor, skipped: Tensor, *, discount: float, cu_seqlens: Tensor | None = None) -> Tensor:
-    """What follows each slot: `yₜ₊₁` of `yₜ = xₜ + dₜ yₜ₊₁`, with `y = 0` after the end of a sequence.
+def discounted_sums(x: Tensor, skipped: Tensor | None, *, discount: float, cu_seqlens: Tensor | None = None) -> Tensor:
+    """`yₜ = xₜ + discount yₜ₊₁` within each sequence, and `yₜ = xₜ + yₜ₊₁` where slot t is skipped.
 
-    `dₜ` is 1 at skipped slots, which pass on what follows them, and `discount` at all others.
+    Args:
+        x: `[B, T]`, or packed `[N]`; it may be overwritten.
+        skipped: bool, of the same shape; None if no slot is.
+        discount: in [0, 1]. What is discounted by 0 does not count, also where it is inf or NaN.
+        cu_seqlens: `[S + 1]` int, for a packed batch.
 
-    Time is cut into blocks. The first slots of all blocks are one row of memory, the second slots the next one, and so
-    on. So a step from slot to slot is one vector operation over all blocks of all sequences. The blocks are walked
-    through twice: as if nothing came after them, which makes each one step of a problem as many times shorter, and
-    again with the solution of that. No value is read back to the host.
+    Returns:
+        `y`, of the shape and dtype of `x`.
+    """
+    if x.numel() == 0:
+        return x
+    shape, size = x.shape, _block_size(x)
+    skips = None if skipped is None else _to_blocks(skipped.view(torch.uint8), size)
+    y = _to_blocks(x, size)
+    del x  # so that its memory serves for the decay
+    if skips is None:
+        decay = y.new_full((), discount).expand_as(y)
+    else:
+        decay = skips.to(y.dtype).clamp_min_(discount)
+    if cu_seqlens is not None:
+        decay = _without_decay_at_ends(decay, cu_seqlens)
+    _solve(decay, y, shape[:-1], resets=discount == 0.0 or cu_seqlens is not None)
+    del decay
+    return _from_blocks(y, shape)
+
+
+def _solve(decay: Tensor, y: Tensor, batch: torch.Size, *, resets: bool) -> None:
+    """Solve `y_t = b_t + a_t * y_{t+1}` in place, with `y = 0` after the end.
+
+    A block of slots is one step of the same kind from what follows the block to its first slot:
+    `(a, b) o (a', b') = (a a', b + a b')`. So all blocks are walked through twice, side by side: as if nothing followed
+    them, which leaves a problem with a step per block, and again with the solution of that one. The work is linear in
+    the length, the number of operations logarithmic, and no value is read back to the host.
 
     See Blelloch, "Prefix Sums and Their Applications" (1990), https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf
 
     Args:
-        x: `[B, T]`, or packed `[N]`; 0 at skipped slots.
-        skipped: bool, of the same shape.
-        discount: in [0, 1]. What is discounted by 0 is gone, also inf and NaN.
-        cu_seqlens: `[S + 1]` int, for a packed batch.
-
-    Returns:
-        Of the shape and dtype of `x`; anything at skipped slots.
+        decay: `a`, in blocks; no gradient flows to it.
+        y: `b`, in blocks; becomes the solution.
+        batch: the shape of a batch of sequences, whose blocks follow one another.
+        resets: `decay` has zeros; what lies after one never reaches what lies before it, not even as `0 * inf`.
     """
-    if x.numel() == 0:
-        return x
-    shape = x.shape
-    size = min(_block_size(x), shape[-1])
-    steps = _to_rows(skipped, size).contiguous()
-    y = _with_row_after(_to_rows(x, size))
-    del x  # its memory serves for the decay
-    decay = steps.view(torch.uint8).to(y.dtype).clamp_min_(discount)
-    if cu_seqlens is None:
-        _solve(decay, y, shape[:-1], resets=discount == 0.0)
-    else:
-        # Empty sequences at the start end in slot -1: the last one there is, and an end too, or padding.
-        last = cu_seqlens[1:].to(y.device, torch.int64) - 1
-        ends, nothing = (last % size, last.div(size, rounding_mode="floor")), y.new_zeros(())
-        decay.index_put_(ends, nothing)
-        _solve(decay, y, shape[:-1], resets=True)
-        y[1:].index_put_(ends, nothing)
-    del decay
-    return _from_rows(y[1:], shape)
+
+    def reach(value: Tensor, t: int) -> Tensor:
+        """`value`, 0 where the decay of slot t is. `torch.where` is not vectorised on the CPU, this is."""
+        return torch.ops.aten.threshold_backward(value, decay[:, t], 0.0) if resets else value
+
+    size = y.shape[1]
+    if y.numel() > batch.numel() * size:
+        value = y[:, -1]
+        for t in reversed(range(size - 1)):
+            value = torch.addcmul(y[:, t], decay[:, t], reach(value, t))
+        product = decay.prod(1)
+        if resets:  # a product that is too small for its dtype is no reset
+            product = torch.where(decay.amin(1) == 0, 0.0, product.clamp_min_(torch.finfo(product.dtype).tiny))
+        shape = torch.Size((*batch, product.numel() // batch.numel()))
+        value, next_size = value.reshape(shape), _block_size(value.reshape(shape))
+        blocks = _to_blocks(value, next_size)
+        _solve(_to_blocks(product.view(shape), next_size), blocks, batch, resets=resets)
+        following = pad(_from_blocks(blocks, shape)[..., 1:], (0, 1)).view_as(product)
+        y[:, -1].addcmul_(decay[:, -1], reach(following, -1))
+    for t in reversed(range(size - 1)):
+        y[:, t].addcmul_(decay[:, t], reach(y[:, t + 1], t))
+
+
+def _without_decay_at_ends(decay: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """0 at the last slot of each sequence of a packed batch. Of the empty ones in front that is slot -1, an end too."""
+    _, size, lanes = decay.shape
+    slots = cu_seqlens[1:].to(decay.device, torch.int64) - 1
+    blocks = slots.div(size, rounding_mode="floor")
+    index = (blocks.div(lanes, rounding_mode="floor"), slots % size, blocks % lanes)
+    return decay.index_put(index, decay.new_zeros(()))
 
 
 def _block_size(x: Tensor) -> int:
-    """Long rows for the CPU's vector units, few operations where each costs the launch of a kernel."""
-    return 64 if x.device.type == "cpu" else 8
+    """Vectors as long as pay on a CPU; where each operation costs the start of a kernel, few of them."""
+    length = x.shape[-1]
+    return min(length, 64 if length >= 512 and x.device.type == "cpu" else 8)
 
 
-def _solve(decay: Tensor, y: Tensor, batch: torch.Size, *, resets: bool) -> None:
-    """Turn `y` from `[x₀, ..., xₖ₋₁, anything]` into `[x₀, y₁, ..., yₖ]`: row `t` holds slot `t` of every block.
+def _to_blocks(x: Tensor, size: int) -> Tensor:
+    """`[..., T]` cut into blocks of `size` slots, the last one filled up with zeros, as `[tiles, size, lanes]`.
 
-    Args:
-        decay: `[k, M]`, no gradient flows to it.
-        y: `[k + 1, M]`, the `M` blocks ordered as in `[*batch, M / B]`.
-        batch: the shape of a batch of sequences; their blocks follow one another.
-        resets: `decay` has zeros, over which nothing gets, not even as `0 * inf`.
+    The slots at one position of all blocks are one column. Blocks are counted over the lanes of a tile, then over tiles.
     """
-    size, num_blocks = decay.shape
-    length = num_blocks // batch.numel()
-    if length == 1:
-        y[size] = 0.0
-    else:
-        total = y[size - 1]
-        for t in reversed(range(size - 1)):
-            total = torch.addcmul(y[t], decay[t], _passed(total, decay[t]) if resets else total)
-        product = decay.prod(0)
-        if resets:  # a product too small for its dtype is no reset
-            product = _passed(product.clamp_min_(torch.finfo(product.dtype).tiny), decay.amin(0))
-        shape = torch.Size((*batch, length))
-        next_size = min(_block_size(y), length)
-        next_y = _with_row_after(_to_rows(total.view(shape), next_size))
-        _solve(_to_rows(product.view(shape), next_size).contiguous(), next_y, batch, resets=resets)
-        y[size] = _from_rows(next_y[1:], shape).flatten()
-    for t in reversed(range(1, size)):
-        y[t].addcmul_(decay[t], _passed(y[t + 1], decay[t]) if resets else y[t + 1])
-
-
-def _passed(x: Tensor, decay: Tensor) -> Tensor:
-    """`x`, and 0 where `decay` is 0: `torch.where`, but vectorised on the CPU."""
-    passed: Tensor = torch.ops.aten.threshold_backward(x, decay, 0.0)
-    return passed
-
-
-def _to_rows(x: Tensor, size: int) -> Tensor:
-    """`[..., T]` in blocks of `size`, `[size, M]` without a copy; a last, shorter block is padded with zeros."""
     padding = -x.shape[-1] % size
-    return (pad(x, (0, padding)) if padding else x).reshape(-1, size).t()
+    blocks = (pad(x, (0, padding)) if padding else x).reshape(-1, size)
+    tiles = math.gcd(len(blocks), 8) if blocks.numel() >= 2**17 else 1  # one per thread
+    return _swapped(blocks.view(tiles, -1, size))
 
 
-def _from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `_to_rows`, a copy."""
-    return rows.t().reshape(*shape[:-1], -1)[..., : shape[-1]]
+def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
+    return _swapped(blocks).view(*shape[:-1], -1)[..., : shape[-1]]
 
 
-def _with_row_after(rows: Tensor) -> Tensor:
-    """A contiguous copy with one more row, to be written."""
-    size, num_blocks = rows.shape
-    copy = rows.new_empty(size + 1, num_blocks)
-    copy[:size] = rows
-    return copy
+def _swapped(x: Tensor) -> Tensor:
+    """`x.transpose(1, 2)` as a copy. Of what copies so on the CPU, only shuffled channels use vectors and threads."""
+    n, rows, columns = x.shape
+    channels = x.view(n, 1, 1, rows * columns).permute(0, 3, 1, 2)
+    return channel_shuffle(channels, rows).permute(0, 2, 3, 1).reshape(n, columns, rows)

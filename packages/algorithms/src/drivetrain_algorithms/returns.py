@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain_algorithms._scan import later_sums
+from drivetrain_algorithms._scan import discounted_sums
 from drivetrain_algorithms._slots import as_float, check_fraction, check_sequences, check_slots
 
 
@@ -68,16 +68,17 @@ def gae(
     check_sequences(mask, cu_seqlens)
     check_fraction("gamma", gamma)
     check_fraction("lam", lam)
-    rewards, values, skipped = as_float(rewards), as_float(values), ~mask
-    following = later_sums(
-        torch.lerp(values, rewards, lam).masked_fill_(skipped, 0.0),
-        skipped,
-        discount=gamma * lam,
-        cu_seqlens=cu_seqlens,
+    rewards, values, skipped = as_float(rewards), as_float(values), _skipped(mask)
+    traces = discounted_sums(
+        _cleared(torch.lerp(values, rewards, lam), skipped), skipped, discount=gamma * lam, cu_seqlens=cu_seqlens
     )
-    returns = _with_following(rewards, following, skipped, gamma)
-    del following
-    return Advantages((returns - values).masked_fill_(skipped, 0.0), returns)
+    if cu_seqlens is not None and len(traces):  # what begins a sequence follows nothing
+        traces.index_fill_(0, cu_seqlens[:-1].to(traces.device, torch.int64) % len(traces), 0.0)
+    returns = rewards.clone()
+    returns[..., :-1].add_(traces[..., 1:], alpha=gamma)
+    del traces  # so that its memory serves for the advantages
+    returns = _cleared(returns, skipped)
+    return Advantages(_cleared(returns - values, skipped), returns)
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -108,13 +109,18 @@ def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float, cu_seqlens: Te
     check_slots(mask, rewards=rewards)
     check_sequences(mask, cu_seqlens)
     check_fraction("gamma", gamma)
-    rewards, skipped = as_float(rewards), ~mask
-    following = later_sums(rewards.masked_fill(skipped, 0.0), skipped, discount=gamma, cu_seqlens=cu_seqlens)
-    return _with_following(rewards, following, skipped, gamma)
+    skipped = _skipped(mask)
+    rewards = _cleared(as_float(rewards).clone(), skipped)
+    return _cleared(discounted_sums(rewards, skipped, discount=gamma, cu_seqlens=cu_seqlens), skipped)
 
 
-def _with_following(rewards: Tensor, following: Tensor, skipped: Tensor, gamma: float) -> Tensor:
-    """`r + γ y`, where `y` is what follows; 0 at skipped slots."""
-    if gamma == 0.0:  # what is discounted to nothing does not count, also where it is inf or NaN
-        return rewards.masked_fill(skipped, 0.0)
-    return torch.add(rewards, following, alpha=gamma).masked_fill_(skipped, 0.0)
+def _skipped(mask: Tensor) -> Tensor | None:
+    """The slots that are no steps. None if it costs nothing to see that there are none; that saves half of the work."""
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and mask.numel():
+        return None if mask.view(torch.uint8).amin() else ~mask
+    return ~mask
+
+
+def _cleared(x: Tensor, skipped: Tensor | None) -> Tensor:
+    """`x`, which is overwritten, with 0 at skipped slots."""
+    return x if skipped is None else x.masked_fill_(skipped, 0.0)
