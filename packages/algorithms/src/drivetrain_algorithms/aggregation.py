@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_algorithms._moments import Reduce
-from drivetrain_algorithms._slots import check_sequences, check_slots, masked, sequence_ids, token_counts
+from drivetrain_algorithms._slots import check_batch, masked, per_token, token_counts
 
 AggregationMode = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
@@ -62,8 +62,7 @@ def aggregate(
     Degenerate cases: a micro-batch without an unmasked token gives 0, with a gradient of 0, also where D is 0 because
     the whole step has none.
     """
-    check_slots(mask, loss=loss)
-    check_sequences(mask, cu_seqlens)
+    check_batch(mask, cu_seqlens, loss=loss)
     _check_mode(mode)
     if not isinstance(denominator, Tensor):
         if not 0.0 <= denominator < math.inf:
@@ -75,7 +74,7 @@ def aggregate(
     weighed = masked(loss, mask)
     if mode == "seq_mean_token_mean":
         counts = token_counts(mask, cu_seqlens).clamp(min=1)
-        weighed = weighed / counts[sequence_ids(mask, cu_seqlens)]
+        weighed = weighed / per_token(counts, mask, cu_seqlens)
     # Without an unmasked token the sum is 0, and 0 / 0 is not.
     divisor = torch.where(mask.any(), denominator.to(mask.device, non_blocking=True), 1.0)
     return weighed.sum() / divisor.to(weighed.dtype)
@@ -109,8 +108,7 @@ def loss_denominator(
 
     Degenerate cases: with no unmasked token on any rank it is 0 (1 for `token_sum`).
     """
-    check_slots(mask)
-    check_sequences(mask, cu_seqlens)
+    check_batch(mask, cu_seqlens)
     _check_mode(mode)
     if (mode == "seq_mean_token_sum_norm") != (norm_length is not None):
         raise ValueError(

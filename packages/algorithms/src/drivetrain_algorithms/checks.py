@@ -1,18 +1,20 @@
-"""The one function that reads a result back to the host: it names the sample that holds a NaN."""
+"""The checks that read a result back to the host: they name the sample that holds a NaN."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
-from drivetrain_algorithms._slots import check_sequences, check_slots, sequence_ids
+from drivetrain_algorithms._slots import check_batch, read_values, require_finite
 
 
 def check_finite(name: str, x: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> None:
     """Require finite numbers in the unmasked slots.
 
-    It waits for the device, once per call. The other functions never do: what is not finite in an unmasked slot goes
-    through them into a loss that is not finite either.
+    It waits for the device, once per call. The other functions do not, unless `value_checks` are on: what is not finite
+    in an unmasked slot goes through them into a loss that is not finite either.
 
     Args:
         name: what the tensor is called in the error.
@@ -24,16 +26,32 @@ def check_finite(name: str, x: Tensor, mask: Tensor, *, cu_seqlens: Tensor | Non
         ValueError: an unmasked slot holds NaN or inf; the message names the first one by sequence and position, and
             says how many there are. Or a shape or dtype does not fit.
     """
-    check_slots(mask, **{name: x})
-    check_sequences(mask, cu_seqlens)
-    bad = mask & ~torch.isfinite(x)
-    slots = bad.flatten().nonzero().flatten()
-    if len(slots) == 0:
-        return
-    first = int(slots[0])
-    sequence = int(sequence_ids(mask, cu_seqlens).flatten()[first])
-    start = sequence * mask.shape[-1] if cu_seqlens is None else int(cu_seqlens[sequence])
-    raise ValueError(
-        f"{name} is {x.flatten()[first].item()} at token {first - start} of sequence {sequence}; "
-        f"{len(slots)} of {int(mask.sum())} unmasked slots are not finite"
-    )
+    check_batch(mask, cu_seqlens, **{name: x})
+    require_finite(name, x, mask, cu_seqlens)
+
+
+@contextmanager
+def value_checks() -> Iterator[None]:
+    """Switch on, in this thread or task, the checks that have to read a tensor's values.
+
+    Inside, every function of this library requires finite numbers in the unmasked slots of all its arguments, group ids
+    in range, and `cu_seqlens` that fit also where they lie on an accelerator. Each check waits for the device, which is
+    why they are off by default: switch them on for a first step, or for the step that gave a NaN. What
+    `torch.compile` has compiled does not check.
+
+    Raises:
+        ValueError: from the functions called inside; it names the argument, the place and the value.
+
+    Example:
+        >>> import torch
+        >>> from drivetrain_algorithms import sft_loss, value_checks
+        >>> with value_checks():
+        ...     sft_loss(torch.tensor([[-0.5, torch.nan]]), torch.tensor([[True, True]]))
+        Traceback (most recent call last):
+        ValueError: logprobs is nan at token 1 of sequence 0; 1 of 2 unmasked slots are not finite
+    """
+    token = read_values.set(True)
+    try:
+        yield
+    finally:
+        read_values.reset(token)

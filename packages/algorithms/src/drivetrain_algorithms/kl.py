@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_algorithms._ratio import bounded
-from drivetrain_algorithms._slots import check_slots, masked
+from drivetrain_algorithms._slots import check_coefficient, check_slots, masked
 
 KLKind = Literal["k1", "abs", "k2", "k3"]
 """An estimator of the divergence; see `kl_estimate`."""
@@ -78,7 +78,7 @@ class FixedKL:
     """β, at least 0, per nat."""
 
     def __post_init__(self) -> None:
-        _check_coefficient(self.kl_coef)
+        check_coefficient("kl_coef", self.kl_coef)
 
     def update(self, *, observed_kl: float, num_samples: int) -> FixedKL:
         """Return this controller: nothing observed changes it."""
@@ -113,7 +113,7 @@ class AdaptiveKL:
     """The number of samples over which β can change by a fifth."""
 
     def __post_init__(self) -> None:
-        _check_coefficient(self.kl_coef)
+        check_coefficient("kl_coef", self.kl_coef)
         if not 0.0 < self.target < math.inf:
             raise ValueError(f"target={self.target} must be a finite number above 0")
         if self.horizon < 1:
@@ -134,11 +134,6 @@ class AdaptiveKL:
             raise ValueError(f"num_samples={num_samples} is more than horizon={self.horizon}; choose a longer horizon")
         error = min(max(observed_kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, kl_coef=self.kl_coef * (1.0 + error * num_samples / self.horizon))
-
-
-def _check_coefficient(kl_coef: float) -> None:
-    if not 0.0 <= kl_coef < math.inf:
-        raise ValueError(f"kl_coef={kl_coef} must be a finite number, at least 0")
 
 
 def _check_observation(observed_kl: float, num_samples: int) -> None:

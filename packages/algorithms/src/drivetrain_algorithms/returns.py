@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_algorithms._scan import discounted_sums
-from drivetrain_algorithms._slots import as_float, check_fraction, check_sequences, check_slots
+from drivetrain_algorithms._slots import as_float, check_batch, check_fraction
 
 
 class Advantages(NamedTuple):
@@ -64,8 +64,7 @@ def gae(
     Degenerate cases: `lam=1` gives `returns_to_go` minus the value; `lam=0` gives the TD error δ; `gamma=0` gives
     `r - V`; a sequence without an unmasked slot gives zeros.
     """
-    check_slots(mask, rewards=rewards, values=values)
-    check_sequences(mask, cu_seqlens)
+    check_batch(mask, cu_seqlens, rewards=rewards, values=values)
     check_fraction("gamma", gamma)
     check_fraction("lam", lam)
     rewards, values, skipped = as_float(rewards), as_float(values), _skipped(mask)
@@ -106,8 +105,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float, cu_seqlens: Te
 
     Degenerate cases: `gamma=0` gives the rewards; `gamma=1` the plain sum; a sequence without an unmasked slot zeros.
     """
-    check_slots(mask, rewards=rewards)
-    check_sequences(mask, cu_seqlens)
+    check_batch(mask, cu_seqlens, rewards=rewards)
     check_fraction("gamma", gamma)
     skipped = _skipped(mask)
     rewards = _cleared(as_float(rewards).clone(), skipped)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from drivetrain_algorithms._slots import as_float, check_sequences, check_slots, last_tokens, sequence_ids
+from drivetrain_algorithms._slots import (
+    as_float,
+    check_batch,
+    check_coefficient,
+    check_per_sequence,
+    last_tokens,
+    per_token,
+)
 from drivetrain_algorithms.kl import KLKind, kl_estimate
 
 
@@ -50,13 +55,9 @@ def token_rewards(
     Degenerate cases: `kl_coef=0` gives the score at the last token and 0 elsewhere; a sequence without an unmasked slot
     has nowhere to be paid and gives zeros.
     """
-    check_slots(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    check_sequences(mask, cu_seqlens)
-    num_sequences = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    if scores.shape != (num_sequences,):
-        raise ValueError(f"scores has shape {tuple(scores.shape)}; pass one score per sequence, [{num_sequences}]")
-    if not 0.0 <= kl_coef < math.inf:
-        raise ValueError(f"kl_coef={kl_coef} must be a finite number, at least 0")
+    check_batch(mask, cu_seqlens, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check_per_sequence(mask, cu_seqlens, scores=scores)
+    check_coefficient("kl_coef", kl_coef)
     penalty = kl_coef * kl_estimate(logprobs, ref_logprobs, mask, kind=kl)
-    payment = as_float(scores)[sequence_ids(mask, cu_seqlens)].to(penalty.dtype)
+    payment = per_token(as_float(scores), mask, cu_seqlens).to(penalty.dtype)
     return torch.where(last_tokens(mask, cu_seqlens), payment, 0.0) - penalty
