@@ -6,7 +6,16 @@
 """
 
 import torch
-from drivetrain_algorithms import aggregate, clipped_value_loss, gae, loss_denominator, ppo_clip, token_rewards, whiten
+from drivetrain_algorithms import (
+    aggregate,
+    clipped_value_loss,
+    gae,
+    loss_denominator,
+    ppo_clip,
+    token_logprobs,
+    token_rewards,
+    whiten,
+)
 from torch import Tensor
 
 
@@ -29,7 +38,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW([*policy.parameters(), *critic.parameters()], lr=3e-3)
 
     def forward() -> tuple[Tensor, Tensor]:
-        return policy(hidden).log_softmax(-1).gather(-1, tokens[..., None])[..., 0], critic(hidden)[..., 0]
+        return token_logprobs(policy(hidden), tokens), critic(hidden)[..., 0]
 
     with torch.no_grad():
         old_logprobs, values = forward()

@@ -3,7 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain_algorithms import AggregationMode, aggregate, loss_denominator
+from drivetrain_algorithms import AggregationMode, aggregate, loss_denominator, value_checks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 MODES: list[AggregationMode] = [
@@ -75,6 +77,65 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(mode: AggregationM
         total += part.detach()
     torch.testing.assert_close(total, whole.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@given(st.sampled_from(MODES), st.integers(1, 7), st.integers(0, 2**16), st.data())
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_any_split_packing_and_order_give_the_same_loss_and_gradient(
+    mode: AggregationMode, size: int, seed: int, data: st.DataObject
+) -> None:
+    """Sequences are dealt to three parts in any order; the first is padded, the others packed."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 6, (size,), generator=generator)
+    inside = torch.arange(5) < lengths.unsqueeze(-1)
+    mask = inside & (torch.rand(size, 5, generator=generator) > 0.4)
+    values = torch.where(mask, torch.randn(size, 5, dtype=torch.float64, generator=generator), math.nan)
+    denominator = total_denominator(mask, mode)
+
+    expected = values.clone().requires_grad_()
+    whole = aggregate(expected, mask, mode=mode, denominator=denominator)
+    whole.backward()
+    order = torch.tensor(data.draw(st.permutations(range(size))))
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2)))
+    split, total, counted = values.clone().requires_grad_(), 0.0, 0.0
+    for part, rows in enumerate(order.tensor_split(cuts)):
+        cu_seqlens = None if part == 0 else torch.nn.functional.pad(lengths[rows].cumsum(0), (1, 0))
+        keep = torch.ones_like(inside[rows]) if part == 0 else inside[rows]
+        shape = (len(rows), 5) if part == 0 else (-1,)
+        own, own_mask = split[rows][keep].view(shape), mask[rows][keep].view(shape)
+        loss = aggregate(own, own_mask, mode=mode, denominator=denominator, cu_seqlens=cu_seqlens)
+        loss.backward()
+        total += loss.item()
+        counted += loss_denominator(own_mask, mode=mode, cu_seqlens=cu_seqlens, norm_length=norm_length(mode)).item()
+    assert total == pytest.approx(whole.item(), rel=1e-12, abs=1e-12)
+    torch.testing.assert_close(split.grad, expected.grad, rtol=1e-12, atol=1e-12)
+    assert counted == denominator.item() or mode == "token_sum"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_without_a_graph_break(mode: AggregationMode, packed: bool) -> None:
+    loss, mask = ragged_batch()
+    cu_seqlens = None
+    if packed:
+        loss, mask, cu_seqlens = loss.flatten(), mask.flatten(), torch.arange(0, 78, 11)
+
+    def mean(loss: Tensor, mask: Tensor) -> Tensor:
+        denominator = loss_denominator(mask, mode=mode, cu_seqlens=cu_seqlens, norm_length=norm_length(mode))
+        return aggregate(loss, mask, mode=mode, denominator=denominator, cu_seqlens=cu_seqlens)
+
+    torch.compiler.reset()  # every mode is another compilation of the same code, and their number is limited
+    compiled = torch.compile(mean, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(loss, mask), mean(loss, mask))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_not_finite_in_an_unmasked_slot_shows(mode: AggregationMode) -> None:
+    loss = LOSS.clone()
+    loss[1, 2] = math.nan
+    assert aggregate(loss, MASK, mode=mode, denominator=2).isnan()
+    with value_checks(), pytest.raises(ValueError, match="loss is nan at token 2 of sequence 1"):
+        aggregate(loss, MASK, mode=mode, denominator=2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,6 +212,25 @@ def test_gradients_in_float64(mode: AggregationMode) -> None:
 def test_misfits_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         aggregate(LOSS, MASK, **arguments)
+
+
+@pytest.mark.parametrize("denominator", [-1.0, math.nan, math.inf])
+def test_value_checks_look_into_a_denominator_that_is_a_tensor(denominator: float) -> None:
+    with value_checks():
+        aggregate(LOSS, MASK, mode="token_mean", denominator=torch.tensor(6))
+        with pytest.raises(ValueError, match=f"denominator={denominator} must be a finite number, at least 0"):
+            aggregate(LOSS, MASK, mode="token_mean", denominator=torch.tensor(denominator))
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"loss has shape \(3, 3\) and mask \(3, 4\)"):
+        aggregate(LOSS[:, :3], MASK, mode="token_mean", denominator=1)
+    with pytest.raises(ValueError, match=r"mask has dtype torch.int64.*mask.bool\(\)"):
+        loss_denominator(MASK.long(), mode="token_mean")
+    with pytest.raises(ValueError, match="together with cu_seqlens"):
+        aggregate(LOSS.flatten(), MASK.flatten(), mode="token_mean", denominator=1)
+    with pytest.raises(ValueError, match="cu_seqlens runs from 0 to 4"):
+        aggregate(LOSS.flatten(), MASK.flatten(), mode="token_mean", denominator=1, cu_seqlens=torch.tensor([0, 4]))
 
 
 def test_norm_length_belongs_to_one_mode() -> None:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from drivetrain_algorithms import aggregate, ppo_clip
+from drivetrain_algorithms import aggregate, decoupled_ppo, entropy_bonus, ppo_clip, reinforce
 from torch import Tensor
 
 LOG2 = math.log(2.0)
@@ -10,6 +10,14 @@ LOG2 = math.log(2.0)
 
 def ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.bool)
+
+
+def random_tokens() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities, those of before, advantages and mask, float64."""
+    generator = torch.Generator().manual_seed(5)
+    logprobs, change, advantages = torch.randn(3, 4, 7, dtype=torch.float64, generator=generator)
+    mask = torch.rand(4, 7, generator=generator) > 0.3
+    return logprobs.requires_grad_(), logprobs.detach() + 0.5 * change, advantages, mask
 
 
 def test_loss_ratio_and_clipping_by_hand() -> None:
@@ -148,3 +156,146 @@ def test_coefficients_that_do_not_fit_are_named(coefficients: dict[str, float], 
     x = torch.zeros(2)
     with pytest.raises(ValueError, match=message):
         ppo_clip(x, x, x, ones(2), **coefficients)
+
+
+def test_reinforce_by_hand() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    result = reinforce(logprobs, torch.tensor([-1.0, -2.0 - LOG2, -0.5]), torch.tensor([3.0, -0.5, 0.0]), ones(3))
+    result.loss.sum().backward()
+    assert result.loss.tolist() == [3.0, -1.0, 0.0]  # -3 · -1, .5 · -2, 0
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-3.0, 0.5, 0.0]
+    assert result.ratio.tolist() == pytest.approx([1.0, 2.0, 1.0])
+    assert not result.clipped.any()
+
+
+def test_reinforce_has_the_gradient_of_ppo_at_a_ratio_of_one() -> None:
+    logprobs, old_logprobs, advantages, mask = random_tokens()
+    gradients = []
+    for result in (
+        reinforce(logprobs, old_logprobs, advantages, mask),
+        ppo_clip(logprobs, logprobs.detach(), advantages, mask, clip_low=0.2, clip_high=0.2),
+    ):
+        gradients += torch.autograd.grad(result.loss.sum(), logprobs)
+    assert torch.equal(*gradients)
+
+
+def test_decoupled_ppo_by_hand() -> None:
+    # π / π_prox = 2 and 1/2, clipped to [.8, 1.2]; π_prox / π_behave = 1/2, 1/2, 4, 4
+    proximal = torch.tensor([-2.0, -2.0, -2.0, -2.0])
+    logprobs = (proximal + torch.tensor([LOG2, LOG2, -LOG2, LOG2])).requires_grad_()
+    behaviour = proximal - torch.tensor([-LOG2, -LOG2, 2 * LOG2, 2 * LOG2])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    bounds = {"clip_low": 0.2, "clip_high": 0.2}
+
+    plain = decoupled_ppo(logprobs, proximal, behaviour, advantages, ones(4), **bounds)
+    assert plain.loss.tolist() == pytest.approx([-0.6, 1.0, -2.0, 8.0])  # .5 · -1.2, .5 · 2, 4 · -.5, 4 · 2
+    assert plain.ratio.tolist() == pytest.approx([2.0, 2.0, 0.5, 2.0])
+    assert plain.clipped.tolist() == [True, False, False, False]
+    (gradient,) = torch.autograd.grad(plain.loss.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([0.0, 1.0, -2.0, 8.0])
+
+    clamped = decoupled_ppo(logprobs, proximal, behaviour, advantages, ones(4), behaviour_clamp=3.0, **bounds)
+    assert clamped.loss.tolist() == pytest.approx([-0.6, 1.0, -1.5, 6.0])
+    assert clamped.clipped.tolist() == [True, False, False, False]
+
+    rejected = decoupled_ppo(logprobs, proximal, behaviour, advantages, ones(4), behaviour_reject=3.0, **bounds)
+    assert rejected.loss.tolist() == pytest.approx([-0.6, 1.0, 0.0, 0.0])
+    assert rejected.clipped.tolist() == [True, False, True, True]
+    (gradient,) = torch.autograd.grad(rejected.loss.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0])
+
+    dual = decoupled_ppo(logprobs, proximal, behaviour, advantages, ones(4), dual_clip=1.5, **bounds)
+    assert dual.loss.tolist() == pytest.approx([-0.6, 0.75, -2.0, 6.0])  # where Â < 0, at most 1.5 times the weight
+
+
+def test_a_masked_slot_is_not_rejected_though_its_weight_counts_as_one() -> None:
+    x = torch.zeros(2)
+    mask = torch.tensor([True, False])
+    result = decoupled_ppo(x, x, x, x, mask, clip_low=0.2, clip_high=0.2, behaviour_reject=0.5)
+    assert result.clipped.tolist() == [True, False]
+
+
+def test_decoupled_ppo_is_ppo_where_the_proximal_policy_sampled() -> None:
+    logprobs, old_logprobs, advantages, mask = random_tokens()
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+    ppo = ppo_clip(logprobs, old_logprobs, advantages, mask, **bounds)
+    decoupled = decoupled_ppo(logprobs, old_logprobs, old_logprobs, advantages, mask, **bounds)
+    assert all(torch.equal(a, b) for a, b in zip(ppo, decoupled, strict=True))
+
+
+def test_decoupled_ppo_is_weighed_reinforce_where_the_policy_is_still_the_proximal_one() -> None:
+    logprobs, behaviour, advantages, mask = random_tokens()
+    result = decoupled_ppo(logprobs, logprobs.detach(), behaviour, advantages, mask, clip_low=0.2, clip_high=0.2)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+    expected = torch.where(mask, -advantages * (logprobs.detach() - behaviour).exp(), 0.0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1000.0])
+def test_decoupled_ppo_hides_no_behaviour_that_is_not_finite(bad: float) -> None:
+    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    behaviour = torch.tensor([[bad, -1.0]])
+    for mask in (torch.tensor([[True, True]]), torch.tensor([[False, True]])):
+        for limits in ({}, {"behaviour_clamp": 2.0}, {"behaviour_reject": 2.0}):
+            result = decoupled_ppo(
+                logprobs, logprobs.detach(), behaviour, ones(1, 2).float(), mask, clip_low=0.2, clip_high=0.2, **limits
+            )
+            (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+            assert result.loss[0, 1].item() == -1.0
+            assert gradient[0, 1].item() == -1.0
+            if not mask[0, 0]:
+                assert (result.loss[0, 0].item(), gradient[0, 0].item()) == (0.0, 0.0)
+            elif bad == -1000.0:
+                weight = {None: math.exp(20.0), 2.0: 2.0}[limits.get("behaviour_clamp")]
+                weight = 0.0 if "behaviour_reject" in limits else weight
+                assert gradient[0, 0].item() == pytest.approx(-weight)
+            else:
+                assert result.loss[0, 0].isnan()
+                assert gradient[0, 0].isnan()
+
+
+def test_the_entropy_bonus_by_hand() -> None:
+    entropies = torch.tensor([[2.0, math.nan, 0.0]], requires_grad=True)
+    loss = entropy_bonus(entropies, torch.tensor([[True, False, True]]), coef=0.25)
+    loss.sum().backward()
+    assert loss.tolist() == [[-0.5, 0.0, 0.0]]
+    assert entropies.grad is not None
+    assert entropies.grad.tolist() == [[-0.25, 0.0, -0.25]]
+    assert entropy_bonus(entropies, ones(1, 3), coef=0.25).isnan().tolist() == [[False, True, False]]
+    with pytest.raises(ValueError, match=r"coef=-0.1 must be"):
+        entropy_bonus(entropies, ones(1, 3), coef=-0.1)
+    with pytest.raises(ValueError, match="entropies has shape"):
+        entropy_bonus(entropies, ones(3, 1), coef=0.1)
+
+
+def test_gradients_of_the_other_losses_in_float64() -> None:
+    logprobs, old_logprobs, advantages, mask = random_tokens()
+    assert torch.autograd.gradcheck(lambda x: reinforce(x, old_logprobs, advantages, mask).loss, logprobs)
+    assert torch.autograd.gradcheck(lambda x: entropy_bonus(x, mask, coef=0.3), logprobs)
+    assert torch.autograd.gradcheck(
+        lambda x: (
+            decoupled_ppo(
+                x, old_logprobs, old_logprobs - 0.3, advantages, mask, clip_low=0.2, clip_high=0.28, dual_clip=3.0
+            ).loss
+        ),
+        logprobs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "message"),
+    [
+        ({"clip_low": -0.1, "clip_high": 0.2}, "clip_low=-0.1"),
+        ({"clip_low": 0.2, "clip_high": -0.1}, "clip_high=-0.1"),
+        ({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.5}, "dual_clip=0.5"),
+        ({"clip_low": 0.2, "clip_high": 0.2, "behaviour_clamp": 0.0}, "behaviour_clamp=0.0 must be above 0"),
+        ({"clip_low": 0.2, "clip_high": 0.2, "behaviour_reject": math.nan}, "behaviour_reject=nan must be above 0"),
+    ],
+)
+def test_coefficients_of_decoupled_ppo_that_do_not_fit_are_named(coefficients: dict[str, float], message: str) -> None:
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match=message):
+        decoupled_ppo(x, x, x, x, ones(2), **coefficients)
+    with pytest.raises(ValueError, match=r"behaviour_logprobs has shape \(1,\)"):
+        decoupled_ppo(x, x, x[:1], x, ones(2), clip_low=0.2, clip_high=0.2)

@@ -2,7 +2,9 @@ import math
 
 import pytest
 import torch
-from drivetrain_algorithms import gae, returns_to_go
+from drivetrain_algorithms import gae, returns_to_go, value_checks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 NAN = math.nan
@@ -238,3 +240,204 @@ def test_misfits_are_named() -> None:
             gae(x[0], x[0], mask[0], gamma=1.0, lam=1.0, cu_seqlens=torch.tensor(bounds))
     with pytest.raises(ValueError, match="int32 or int64"):
         gae(x[0], x[0], mask[0], gamma=1.0, lam=1.0, cu_seqlens=torch.tensor([0.0, 3.0]))
+
+
+# Sequences that were cut off
+
+
+def test_bootstrapping_by_hand() -> None:
+    # γ = λ = .5. First row, V after it 2: δ = (1 + .5*2 - 1, 4 + .5*2 - 2) = (1, 3);  Â = (1 + .25*3, 3)
+    # Second row ended: δ = (1 + .5*2 - 1, 4 - 2) = (1, 2);  Â = (1.5, 2)
+    rewards, values = torch.tensor([[1.0, NAN, 4.0, NAN]] * 2), torch.tensor([[1.0, NAN, 2.0, NAN]] * 2)
+    mask, following = bools([[1, 0, 1, 0]] * 2), torch.tensor([2.0, 0.0])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5, bootstrap_values=following)
+    assert advantages.tolist() == [[1.75, 0.0, 3.0, 0.0], [1.5, 0.0, 2.0, 0.0]]
+    assert returns.tolist() == [[2.75, 0.0, 5.0, 0.0], [2.5, 0.0, 4.0, 0.0]]
+    # G = (1 + .5*5, 4 + .5*2) and (1 + .5*4, 4)
+    to_go = returns_to_go(rewards, mask, gamma=0.5, bootstrap_values=following)
+    assert to_go.tolist() == [[3.5, 0.0, 5.0, 0.0], [3.0, 0.0, 4.0, 0.0]]
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(st.integers(0, 10_000), st.integers(1, 20), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.data())
+def test_a_sequence_cut_in_two_gets_what_it_gets_whole(
+    seed: int, length: int, gamma: float, lam: float, data: st.DataObject
+) -> None:
+    rewards, values, mask = random_batch(3, length + 1, seed=seed)
+    cut = data.draw(st.integers(0, length))
+    mask[:, cut] = True  # the token at which it is cut
+    whole = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    first = [x[:, :cut] for x in (rewards, values, mask)]
+    following = values[:, cut] + lam * whole.advantages[:, cut]
+    part = gae(*first, gamma=gamma, lam=lam, bootstrap_values=following)
+    torch.testing.assert_close(part.advantages, whole.advantages[:, :cut], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(part.returns, whole.returns[:, :cut], rtol=1e-9, atol=1e-9)
+    to_go = returns_to_go(rewards, mask, gamma=gamma)
+    part_to_go = returns_to_go(rewards[:, :cut], mask[:, :cut], gamma=gamma, bootstrap_values=to_go[:, cut])
+    torch.testing.assert_close(part_to_go, to_go[:, :cut], rtol=1e-9, atol=1e-9)
+
+
+def test_with_lam_zero_the_first_part_only_needs_the_next_value() -> None:
+    rewards, values, mask = random_batch(4, 12)
+    mask[:, 7] = True
+    whole = gae(rewards, values, mask, gamma=0.9, lam=0.0).advantages[:, :7]
+    part = gae(rewards[:, :7], values[:, :7], mask[:, :7], gamma=0.9, lam=0.0, bootstrap_values=values[:, 7]).advantages
+    torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_zeros_bootstrap_nothing() -> None:
+    rewards, values, mask = random_batch(4, 12)
+    ended = torch.zeros(4)
+    for one, other in zip(
+        gae(rewards, values, mask, gamma=0.9, lam=0.8, bootstrap_values=ended),
+        gae(rewards, values, mask, gamma=0.9, lam=0.8),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+    to_go = returns_to_go(rewards, mask, gamma=0.9, bootstrap_values=ended)
+    assert torch.equal(to_go, returns_to_go(rewards, mask, gamma=0.9))
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 10_000), st.floats(0.0, 1.0))
+def test_packed_equals_padded_at_any_lengths(lengths: list[int], seed: int, gamma: float) -> None:
+    rewards, values, mask = random_batch(len(lengths), 9, seed=seed)
+    following = rewards.sum(1)
+    inside = torch.arange(9) < torch.tensor(lengths).unsqueeze(-1)
+    mask &= inside
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    padded = gae(rewards, values, mask, gamma=gamma, lam=0.8, bootstrap_values=following)
+    packed = gae(
+        rewards[inside],
+        values[inside],
+        mask[inside],
+        gamma=gamma,
+        lam=0.8,
+        bootstrap_values=following,
+        cu_seqlens=cu_seqlens,
+    )
+    torch.testing.assert_close(packed.advantages, padded.advantages[inside], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(packed.returns, padded.returns[inside], rtol=1e-12, atol=1e-12)
+    expected = returns_to_go(rewards, mask, gamma=gamma, bootstrap_values=following)[inside]
+    to_go = returns_to_go(rewards[inside], mask[inside], gamma=gamma, bootstrap_values=following, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(to_go, expected, rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(st.integers(0, 10_000), st.floats(-3.0, 3.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_gae_is_linear(seed: int, factor: float, gamma: float, lam: float) -> None:
+    one, other = (random_batch(3, 17, seed=seed + i)[:2] for i in range(2))
+    mask = random_batch(3, 17, seed=seed)[2]
+    following = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    combined = gae(
+        one[0] + factor * other[0],
+        one[1] + factor * other[1],
+        mask,
+        gamma=gamma,
+        lam=lam,
+        bootstrap_values=following[0] + factor * following[1],
+    )
+    parts = [
+        gae(*x, mask, gamma=gamma, lam=lam, bootstrap_values=v) for x, v in zip((one, other), following, strict=True)
+    ]
+    for k in range(2):
+        torch.testing.assert_close(combined[k], parts[0][k] + factor * parts[1][k], rtol=1e-9, atol=1e-9)
+
+
+def test_what_cannot_matter_is_not_read() -> None:
+    rewards, values = torch.ones(2, 3), torch.ones(2, 3)
+    mask, following = bools([[1, 1, 0], [0, 0, 0]]), torch.tensor([1.0, NAN], requires_grad=True)
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5, bootstrap_values=following)
+    assert advantages[1].eq(0).all()
+    (advantages + returns).sum().backward()
+    assert following.grad is not None
+    # ∂Â/∂V = γ at the last token, γ γλ before it, and the same for the returns.
+    assert following.grad.tolist() == [2 * (0.5 + 0.5 * 0.25), 0.0]
+    for bad in (NAN, math.inf):
+        never = torch.tensor([bad, bad])
+        assert gae(rewards, values, mask, gamma=0.0, lam=0.5, bootstrap_values=never).returns.sum() == 2.0
+        assert returns_to_go(rewards, mask, gamma=0.0, bootstrap_values=never).sum() == 2.0
+    shown = returns_to_go(rewards, mask, gamma=0.5, bootstrap_values=torch.tensor([NAN, NAN]))
+    assert shown.isnan().tolist() == mask.tolist()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_returns_and_bootstrap_values_in_float64(packed: bool) -> None:
+    rewards, values, mask = random_batch(2, 7)
+    following = torch.tensor([0.3, -2.0], dtype=torch.float64, requires_grad=True)
+    cu_seqlens = None
+    if packed:
+        rewards, values, mask = rewards.flatten(), values.flatten(), mask.flatten()
+        cu_seqlens = torch.tensor([0, 7, 14])
+    rewards.requires_grad_()
+    values.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda r, v: returns_to_go(r, mask, gamma=0.9, bootstrap_values=v, cu_seqlens=cu_seqlens), (rewards, following)
+    )
+    assert torch.autograd.gradcheck(lambda r: returns_to_go(r, mask, gamma=0.9, cu_seqlens=cu_seqlens), rewards)
+    assert torch.autograd.gradcheck(
+        lambda r, v, b: tuple(gae(r, v, mask, gamma=0.9, lam=0.8, bootstrap_values=b, cu_seqlens=cu_seqlens)),
+        (rewards, values, following),
+    )
+
+
+def test_masked_garbage_has_a_gradient_of_exactly_zero() -> None:
+    rewards = torch.tensor([[1.0, NAN, 2.0, math.inf]], requires_grad=True)
+    values = torch.tensor([[1.0, -math.inf, 2.0, NAN]], requires_grad=True)
+    mask = bools([[1, 0, 1, 0]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    (advantages.sum() + returns.sum() + returns_to_go(rewards, mask, gamma=0.5).sum()).backward()
+    for x in (rewards, values):
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+        assert x.grad[~mask].eq(0).all()
+    # The first reward counts once in Â, R and G; the last one 1 + γλ, 1 + γλ and 1 + γ times: 1.25 + 1.25 + 1.5.
+    assert rewards.grad.tolist() == [[3.0, 0.0, 4.0, 0.0]]  # type: ignore[union-attr]
+
+
+def test_mixed_precisions_take_the_wider() -> None:
+    rewards, values, mask = random_batch(2, 5)
+    expected = gae(rewards, values.float().double(), mask, gamma=0.9, lam=0.8).advantages
+    result = gae(rewards, values.float(), mask, gamma=0.9, lam=0.8, bootstrap_values=torch.zeros(2)).advantages
+    assert result.dtype is torch.float64
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_misfits_of_bootstrap_values_are_named() -> None:
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    for bad in (torch.zeros(3), torch.zeros(2, 3), torch.zeros(())):
+        with pytest.raises(ValueError, match=r"bootstrap_values has shape .*; pass one per sequence, \[2\]"):
+            gae(x, x, mask, gamma=1.0, lam=1.0, bootstrap_values=bad)
+        with pytest.raises(ValueError, match=r"bootstrap_values has shape .*; pass one per sequence, \[2\]"):
+            returns_to_go(x, mask, gamma=1.0, bootstrap_values=bad)
+    with value_checks(), pytest.raises(ValueError, match="bootstrap_values is nan at index 1"):
+        gae(x, x, mask, gamma=1.0, lam=1.0, bootstrap_values=torch.tensor([0.0, NAN]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bootstrapped", [False, True])
+def test_one_graph(packed: bool, bootstrapped: bool) -> None:
+    rewards, values, mask = random_batch(3, 21)
+    cu_seqlens = None
+    if packed:
+        rewards, values, mask = rewards.flatten(), values.flatten(), mask.flatten()
+        cu_seqlens = torch.tensor([0, 30, 30, 63])
+    following = torch.tensor([1.0, 2.0, 0.0]) if bootstrapped else None
+
+    def f(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        keywords = {"bootstrap_values": following, "cu_seqlens": cu_seqlens}
+        to_go = returns_to_go(rewards, mask, gamma=0.9, **keywords)
+        return *gae(rewards, values, mask, gamma=0.9, lam=0.8, **keywords), to_go
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=False)
+    torch.testing.assert_close(compiled(rewards, values, mask), f(rewards, values, mask), rtol=1e-12, atol=1e-12)
+
+
+def test_one_graph_with_gradients() -> None:
+    rewards, _, mask = random_batch(3, 21)
+    compiled = torch.compile(returns_to_go, fullgraph=True, backend="aot_eager", dynamic=False)
+    gradients = []
+    for function in (compiled, returns_to_go):
+        leaf = rewards.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(function(leaf, mask, gamma=0.9).square().sum(), leaf)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)

@@ -1,8 +1,11 @@
 import math
+from typing import Any
 
 import pytest
 import torch
-from drivetrain_algorithms import whiten
+from drivetrain_algorithms import spread_over_tokens, value_checks, whiten
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 
@@ -74,3 +77,80 @@ def test_gradients_in_float64() -> None:
     x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 1], [0, 1, 1, 1]]).bool()
     assert torch.autograd.gradcheck(lambda x: whiten(x, mask), x)
+
+
+def test_the_unit_is_the_slot_token_or_response() -> None:
+    # Scores 0 and 1 over 1 and 3 tokens. Per response: mean 1/2, variance 1/2. Per token: mean 3/4, variance 1/4.
+    scores, mask = torch.tensor([0.0, 1.0]), torch.tensor([[1, 0, 0], [1, 1, 1]]).bool()
+    responses = whiten(scores, mask.any(1))
+    assert responses.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+    assert spread_over_tokens(responses, mask)[1].tolist() == pytest.approx([math.sqrt(0.5)] * 3)
+    tokens = whiten(spread_over_tokens(scores, mask), mask)
+    assert tokens.flatten().tolist() == pytest.approx([-1.5, 0.0, 0.0, 0.5, 0.5, 0.5])
+
+
+def test_a_response_without_a_token_is_left_out() -> None:
+    scores, mask = torch.tensor([0.0, math.nan, 1.0]), torch.tensor([[1, 1], [0, 0], [1, 0]]).bool()
+    assert whiten(scores, mask.any(1)).tolist() == pytest.approx([-math.sqrt(0.5), 0.0, math.sqrt(0.5)])
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_masked_slots_may_hold_anything_and_have_no_gradient(garbage: float) -> None:
+    x = torch.tensor([1.0, garbage, 2.0, 5.0], requires_grad=True)
+    mask = torch.tensor([True, False, True, True])
+    result = whiten(x, mask)
+    assert torch.equal(result[mask], whiten(x[mask], mask[mask]))
+    result[2].backward()
+    assert x.grad is not None
+    assert x.grad[1] == 0.0
+    assert x.grad.isfinite().all()
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(
+    st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=2, max_size=30),
+    st.floats(-1e3, 1e3),
+    st.floats(0.1, 10.0),
+    st.randoms(use_true_random=False),
+)
+def test_properties(slots: list[tuple[float, bool]], shift: float, factor: float, random: Any) -> None:
+    x = torch.tensor([value for value, _ in slots], dtype=torch.float64)
+    mask = torch.tensor([kept for _, kept in slots])
+    result = whiten(x, mask)
+    order = list(range(len(x)))
+    random.shuffle(order)
+    torch.testing.assert_close(whiten(x[order], mask[order]), result[order], rtol=1e-9, atol=1e-9)
+    assert result[mask].sum().item() == pytest.approx(0.0, abs=1e-6)
+    if mask.sum() > 1 and x[mask].std() > 1e-1:
+        assert result[mask].std().item() == pytest.approx(1.0, abs=1e-5)
+        torch.testing.assert_close(whiten(factor * x + shift, mask), result, rtol=1e-4, atol=1e-4)
+        kept = whiten(x, mask, shift_mean=False)
+        assert kept[mask].mean().item() == pytest.approx(x[mask].mean().item(), rel=1e-9, abs=1e-9)
+
+
+def test_packed_equals_padded() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    inside = torch.arange(6) < torch.tensor([6, 0, 2, 5]).unsqueeze(-1)
+    mask = inside & (torch.rand(4, 6, generator=generator) > 0.3)
+    torch.testing.assert_close(whiten(x[inside], mask[inside]), whiten(x, mask)[inside], rtol=1e-12, atol=1e-12)
+
+
+def test_misfits_are_named() -> None:
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 2\) and mask \(2, 3\)"):
+        whiten(x[:, :2], mask)
+    with pytest.raises(ValueError, match=r"mask\.bool\(\)"):
+        whiten(x, mask.int())
+    x[1, 2] = math.nan
+    with value_checks(), pytest.raises(ValueError, match="x is nan at token 2 of sequence 1"):
+        whiten(x, mask)
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_one_graph(shift_mean: bool) -> None:
+    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(1)) > 0.3
+    compiled = torch.compile(whiten, fullgraph=True, backend="aot_eager")
+    expected = whiten(x, mask, shift_mean=shift_mean)
+    torch.testing.assert_close(compiled(x, mask, shift_mean=shift_mean), expected, rtol=1e-12, atol=1e-12)

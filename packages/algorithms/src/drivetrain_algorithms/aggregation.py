@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_algorithms._moments import Reduce
-from drivetrain_algorithms._slots import check_batch, masked, per_token, token_counts
+from drivetrain_algorithms._slots import check_batch, masked, per_token, token_counts, values_are_read
 
 AggregationMode = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
@@ -64,12 +64,12 @@ def aggregate(
     """
     check_batch(mask, cu_seqlens, loss=loss)
     _check_mode(mode)
-    if not isinstance(denominator, Tensor):
-        if not 0.0 <= denominator < math.inf:
-            raise ValueError(f"denominator={denominator} must be a finite number, at least 0")
-        denominator = torch.full((), denominator, dtype=torch.float64, device=mask.device)
-    elif denominator.dim() != 0:
+    if isinstance(denominator, Tensor) and denominator.dim() != 0:
         raise ValueError(f"denominator has shape {tuple(denominator.shape)}; pass a number or a scalar tensor")
+    if (not isinstance(denominator, Tensor) or values_are_read()) and not 0.0 <= float(denominator) < math.inf:
+        raise ValueError(f"denominator={float(denominator)} must be a finite number, at least 0")
+    if not isinstance(denominator, Tensor):
+        denominator = torch.full((), denominator, dtype=torch.float64, device=mask.device)
 
     weighed = masked(loss, mask)
     if mode == "seq_mean_token_mean":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 
 from drivetrain_algorithms._ratio import bounded
-from drivetrain_algorithms._slots import check_coefficient, check_slots, masked
+from drivetrain_algorithms._slots import as_float, check_coefficient, check_slots, masked
 
 KLKind = Literal["k1", "abs", "k2", "k3"]
 """An estimator of the divergence; see `kl_estimate`."""
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: KLKind) -> Tensor:
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: KLKind, straight_through: bool = False
+) -> Tensor:
     """Estimate KL(π || π_ref) at each token, from the sampled token alone.
 
         dₜ = log π(yₜ) - log π_ref(yₜ)
@@ -29,10 +32,24 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: K
     and never negative, k2 is biased with little variance, and abs is a size without a sign.
 
     As a *loss* they differ from what they estimate, since the gradient of the sampling itself is not theirs. In
-    expectation over yₜ ~ π the gradient of k2 is that of KL(π || π_ref); that of k3 is the gradient of KL(π_ref || π);
-    that of **k1 is zero**: k1 belongs into the rewards, never into a loss.
+    expectation over yₜ ~ π,
 
-    See Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
+        kind   its gradient is that of
+        k1     nothing: it is 0
+        abs    Σ |π - π_ref|, twice the total variation
+        k2     KL(π || π_ref)
+        k3     KL(π_ref || π)
+
+    So k1 belongs into the rewards, which carry no gradient (`token_rewards`); as a loss it would restrain nothing, and
+    is refused. `straight_through=True` keeps the value of `kind` and gives it the gradient of k2, which makes a loss of
+    any kind whose expected gradient is that of KL(π || π_ref). For k1 that gradient is the score term dₜ ∇log π(yₜ).
+    verl's `"k1+"` and `"k3+"` are these.
+
+    All of it is about one token, given those before it: as a loss, no kind counts what a token does to the divergence
+    of the tokens after it. As a reward, with returns, it does.
+
+    See Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html; for the gradients, Tang
+    and Munos, "On a Few Pitfalls in KL Divergence Gradient Estimation for RL" (2025), https://arxiv.org/abs/2506.09477
 
     Args:
         logprobs: `log π(yₜ)`, `[B, T]`, `[N]` or any shape. Gradients flow to this argument only. Masked slots of any
@@ -40,29 +57,44 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kind: K
         ref_logprobs: `log π_ref(yₜ)`, of the same shape.
         mask: bool, of the same shape.
         kind: `"k1"`, `"abs"`, `"k2"` or `"k3"`.
+        straight_through: whether the gradient is that of k2 instead of that of `kind`.
 
     Returns:
         Nats per token, of the same shape, in float32 (float64 for float64 input); 0 at masked slots.
 
     Raises:
-        ValueError: a shape, dtype or kind that does not fit.
+        ValueError: a shape, dtype or kind that does not fit; or k1 of log-probabilities that carry a gradient, without
+            `straight_through`.
 
-    Degenerate cases: equal policies give exactly 0; in k3 a `-d` beyond 20 counts as 20, without gradient; a
-    log-probability that is not finite in an unmasked slot gives a result that is not.
+    Degenerate cases: equal policies give exactly 0, and a gradient of 0 but for k1's; in k3 a `-d` beyond 20 counts as
+    20, without gradient (straight through, with that of k2); a log-probability that is not finite in an unmasked slot
+    gives a result that is not.
     """
     check_slots(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    difference = masked(logprobs, mask) - masked(ref_logprobs, mask).detach()
+    if kind == "k1" and not straight_through and logprobs.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "kind='k1' of logprobs that carry a gradient is no loss: its expected gradient is 0; "
+            "pass straight_through=True or kind='k2' for a loss, logprobs.detach() for a reward"
+        )
+    difference = masked(as_float(logprobs) - as_float(ref_logprobs).detach(), mask)
     match kind:
         case "k1":
-            return difference
+            value = difference
         case "abs":
-            return difference.abs()
+            value = difference.abs()
         case "k2":
-            return 0.5 * difference.square()
+            value = 0.5 * difference.square()
         case "k3":
             log_ratio = bounded(-difference)
-            return torch.expm1(log_ratio) - log_ratio
-    raise ValueError(f"kind={kind!r} is no estimator of the divergence; choose from {', '.join(get_args(KLKind))}")
+            value = torch.expm1(log_ratio) - log_ratio
+        case _:
+            raise ValueError(
+                f"kind={kind!r} is no estimator of the divergence; choose from {', '.join(get_args(KLKind))}"
+            )
+    if straight_through:
+        squared = 0.5 * difference.square()
+        return value.detach() + (squared - squared.detach())
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +117,18 @@ class FixedKL:
         _check_observation(observed_kl, num_samples)
         return self
 
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps: `{"kl_coef": β}`, which JSON holds exactly."""
+        return {"kl_coef": self.kl_coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> FixedKL:
+        """Return this controller with the coefficient of a `state_dict`.
+
+        Raises:
+            ValueError: other keys than those of a `state_dict`, or a coefficient out of range.
+        """
+        return replace(self, kl_coef=_saved_coefficient(state))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveKL:
@@ -93,8 +137,8 @@ class AdaptiveKL:
         e = clip(KL / target - 1, -0.2, 0.2)
         β ← β (1 + e n / horizon)
 
-    Where KL is the divergence observed over n samples. The whole state is `kl_coef`: a controller made with the
-    coefficient of another one goes on where that one stands.
+    Where KL is the divergence observed over n samples. The whole state is `kl_coef`: target and horizon are settings. A
+    controller that loads the `state_dict` of another one goes on exactly where that one stood.
 
     See Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2.2,
     https://arxiv.org/abs/1909.08593
@@ -106,7 +150,7 @@ class AdaptiveKL:
     """
 
     kl_coef: float
-    """β, at least 0, per nat. From 0 it never moves."""
+    """β, at least 0, per nat. From 0 it never moves, since each step multiplies it."""
     target: float
     """The divergence to steer to, above 0, in the unit of what `update` is told (nats per sequence, in the paper)."""
     horizon: int
@@ -134,6 +178,24 @@ class AdaptiveKL:
             raise ValueError(f"num_samples={num_samples} is more than horizon={self.horizon}; choose a longer horizon")
         error = min(max(observed_kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, kl_coef=self.kl_coef * (1.0 + error * num_samples / self.horizon))
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps: `{"kl_coef": β}`, which JSON holds exactly."""
+        return {"kl_coef": self.kl_coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> AdaptiveKL:
+        """Return this controller with the coefficient of a `state_dict`, and its own target and horizon.
+
+        Raises:
+            ValueError: other keys than those of a `state_dict`, or a coefficient out of range.
+        """
+        return replace(self, kl_coef=_saved_coefficient(state))
+
+
+def _saved_coefficient(state: Mapping[str, float]) -> float:
+    if set(state) != {"kl_coef"}:
+        raise ValueError(f"state has the keys {sorted(state)}; pass what state_dict() returned, with the key 'kl_coef'")
+    return state["kl_coef"]
 
 
 def _check_observation(observed_kl: float, num_samples: int) -> None:

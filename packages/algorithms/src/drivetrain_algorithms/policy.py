@@ -1,29 +1,21 @@
-"""Policy losses, per token."""
+"""Policy losses of single tokens: proximal policy optimisation, REINFORCE, and the bonus on entropy."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drivetrain_algorithms._ratio import bounded
-from drivetrain_algorithms._slots import check_slots, masked
-
-
-class PolicyLoss(NamedTuple):
-    """A loss per token and what it was made of. Only `loss` carries a gradient."""
-
-    loss: Tensor
-    """What to minimise, of the mask's shape; 0 at masked slots. `aggregate` makes a scalar of it."""
-    ratio: Tensor
-    """`π / π_old`; 1 at masked slots."""
-    log_ratio: Tensor
-    """`log π - log π_old`; 0 at masked slots."""
-    clipped: Tensor
-    """bool: clipping holds this token's loss constant, so that it has no gradient; False at masked slots."""
-    approx_kl: Tensor
-    """`ratio - 1 - log_ratio`, whose mean over tokens of π_old estimates KL(π_old || π); 0 at masked slots."""
+from drivetrain_algorithms._ratio import (
+    PolicyLoss,
+    bounded,
+    check_clip_range,
+    check_largest_weight,
+    clipped_surrogate,
+    compare,
+    policy_loss,
+    surrogate_slope,
+)
+from drivetrain_algorithms._slots import check_coefficient, check_slots, masked
 
 
 def ppo_clip(
@@ -45,6 +37,9 @@ def ppo_clip(
     Where yₜ is the token in slot t, π the policy that is trained, π_old the one before the first update on the batch,
     and Âₜ the advantage, taken as it is: nothing is whitened here. The dual clip bounds the loss of a token that was
     bad and has since become many times more likely.
+
+    It is the loss of GRPO and DAPO too, with their advantages and aggregation: verl's `vanilla` (c is `clip_ratio_c`),
+    TRL's `epsilon` and `epsilon_high`, OpenRLHF's `ppo` with `eps_clip_low_high`, SkyRL's `regular` and `dual_clip`.
 
     See Schulman et al., "Proximal Policy Optimization Algorithms" (2017), https://arxiv.org/abs/1707.06347; for
     ε_low != ε_high, Yu et al., "DAPO" (2025), https://arxiv.org/abs/2503.14476; for the dual clip, Ye et al.,
@@ -71,26 +66,155 @@ def ppo_clip(
     log-probability that is not finite in an unmasked slot makes that token's loss and gradient NaN.
     """
     check_slots(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    if not 0.0 <= clip_low <= 1.0:
-        raise ValueError(f"clip_low={clip_low} must lie between 0 and 1; the ratio is held above 1 - clip_low")
-    if not clip_high >= 0.0:
-        raise ValueError(f"clip_high={clip_high} must be at least 0; the ratio is held below 1 + clip_high")
-    if dual_clip is not None and not dual_clip > 1.0:
-        raise ValueError(f"dual_clip={dual_clip} must be above 1; pass None to leave it out")
+    check_clip_range(clip_low, clip_high, dual_clip)
+    tokens = compare(logprobs, old_logprobs, advantages, mask)
+    loss, clipped = clipped_surrogate(
+        tokens.ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
+    slope = surrogate_slope(tokens.ratio, tokens.advantages, clipped, tokens.log_ratio)
+    return policy_loss(loss, slope, clipped, tokens)
 
-    log_ratio = masked(logprobs, mask) - masked(old_logprobs, mask).detach()
-    advantages = masked(advantages, mask).detach()
-    bounded_log_ratio = bounded(log_ratio)
-    ratio = bounded_log_ratio.exp()
 
-    unclipped_loss = -ratio * advantages
-    clipped_loss = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    loss = torch.maximum(unclipped_loss, clipped_loss)
-    clipped = clipped_loss > unclipped_loss
-    if dual_clip is not None:
-        ceiling = -dual_clip * advantages
-        above = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(above, ceiling, loss)
-        clipped = clipped | above
-    approx_kl = torch.expm1(bounded_log_ratio) - bounded_log_ratio
-    return PolicyLoss(loss, ratio.detach(), log_ratio.detach(), clipped, approx_kl.detach())
+def decoupled_ppo(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    behaviour_clamp: float | None = None,
+    behaviour_reject: float | None = None,
+) -> PolicyLoss:
+    """The clipped surrogate loss for data of an older policy than the one to stay close to.
+
+        wₜ = π_prox(yₜ) / π_behave(yₜ)
+        rₜ = π(yₜ) / π_prox(yₜ)
+        Lₜ = -wₜ min(rₜ Âₜ, clip(rₜ, 1 - ε_low, 1 + ε_high) Âₜ)
+
+    Where π_behave is the policy that sampled yₜ, in asynchronous training one or more versions ago, and π_prox the
+    proximal policy, around which the ratio is clipped: usually that of the learner before the first update on the
+    batch. The weight w is a constant. It corrects for where the data come from; the clip only limits the step.
+
+    It is AReaL's `use_decoupled_loss`, where `behaviour_reject` is `behav_imp_weight_cap` and `dual_clip` is `c_clip`.
+    With `behaviour_clamp` it is verl's `vanilla` under `rollout_is="token"`, whose `rollout_is_threshold` that is.
+
+    See Hilton et al., "Batch Size-Invariance for Policy Optimization" (2021), https://arxiv.org/abs/2110.00641; Fu et
+    al., "AReaL" (2025), https://arxiv.org/abs/2505.24298
+
+    Args:
+        logprobs: `log π(yₜ)`, `[B, T]`, `[N]` or any shape. Gradients flow to this argument only. Masked slots of any
+            argument may hold anything, also NaN and inf.
+        proximal_logprobs: `log π_prox(yₜ)`, of the same shape.
+        behaviour_logprobs: `log π_behave(yₜ)`, of the same shape, as the sampler reported it.
+        advantages: `Â`, of the same shape.
+        mask: bool, of the same shape; True at the tokens that enter the loss.
+        clip_low: ε_low, in [0, 1].
+        clip_high: ε_high, at least 0; `math.inf` leaves the ratio unclipped from above.
+        dual_clip: c of `ppo_clip`, above 1, or None for no dual clip.
+        behaviour_clamp: the largest weight: a larger one counts as this. Above 0, or None.
+        behaviour_reject: a token with a larger weight than this has no loss; it stays in the denominator, since the
+            mask stays what it is. Above 0, or None.
+
+    Returns:
+        `PolicyLoss`, per token, in float32 (float64 for float64 input), whose π_old is π_prox. `clipped` is True at
+        rejected tokens too.
+
+    Raises:
+        ValueError: a shape, dtype or coefficient that does not fit.
+
+    Degenerate cases: where π_prox is π_behave it is `ppo_clip`; where π_prox is π, REINFORCE weighed by π / π_behave; a
+    masked slot has a loss and a gradient of exactly 0; a ratio or weight beyond e²⁰ counts as e²⁰; a log-probability
+    that is not finite in an unmasked slot makes that token's loss and gradient NaN.
+    """
+    check_slots(
+        mask,
+        logprobs=logprobs,
+        proximal_logprobs=proximal_logprobs,
+        behaviour_logprobs=behaviour_logprobs,
+        advantages=advantages,
+    )
+    check_clip_range(clip_low, clip_high, dual_clip)
+    check_largest_weight(behaviour_clamp=behaviour_clamp, behaviour_reject=behaviour_reject)
+    tokens = compare(logprobs, proximal_logprobs, advantages, mask)
+    loss, clipped = clipped_surrogate(
+        tokens.ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
+    weight = bounded(masked(proximal_logprobs, mask) - masked(behaviour_logprobs, mask)).exp().detach()
+    if behaviour_reject is not None:
+        rejected = weight > behaviour_reject
+        weight, clipped = torch.where(rejected, 0.0, weight), clipped | rejected
+    if behaviour_clamp is not None:
+        weight = weight.clamp(max=behaviour_clamp)
+    slope = surrogate_slope(tokens.ratio, tokens.advantages, clipped, tokens.log_ratio)
+    return policy_loss(weight * loss, weight * slope, clipped & mask, tokens)
+
+
+def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
+    """The plain policy gradient.
+
+        Lₜ = -Âₜ log π(yₜ)
+
+    Where yₜ is the token in slot t, π the policy that is trained, and Âₜ the advantage. Nothing corrects for data of
+    another policy than π: one update per batch. The value of the loss says nothing; its gradient is that of
+    `ppo_clip` where the ratio is 1.
+
+    With the advantages of `gpg_advantages` it is the loss of GPG, verl's `gpg`. Verl's `bypass_mode` with
+    `loss_type="reinforce"` is it, times importance weights.
+
+    See Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning" (1992),
+    https://doi.org/10.1007/BF00992696; Chu et al., "GPG" (2025), https://arxiv.org/abs/2504.02546
+
+    Args:
+        logprobs: `log π(yₜ)`, `[B, T]`, `[N]` or any shape. Gradients flow to this argument only. Masked slots of any
+            argument may hold anything, also NaN and inf.
+        old_logprobs: `log π_old(yₜ)`, of the same shape; for the metrics alone.
+        advantages: `Â`, of the same shape.
+        mask: bool, of the same shape; True at the tokens that enter the loss.
+
+    Returns:
+        `PolicyLoss`, per token, in float32 (float64 for float64 input). `clipped` is False everywhere.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit.
+
+    Degenerate cases: a masked slot has a loss and a gradient of exactly 0; an advantage of 0 has a gradient of 0; an
+    unmasked token of probability 0 has a loss that is not finite; an `old_logprobs` that is not finite in an unmasked
+    slot shows in the metrics.
+    """
+    check_slots(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    tokens = compare(logprobs, old_logprobs, advantages, mask)
+    slope = -tokens.advantages
+    return policy_loss(slope * tokens.logprobs.detach(), slope, torch.zeros_like(mask), tokens)
+
+
+def entropy_bonus(entropies: Tensor, mask: Tensor, *, coef: float) -> Tensor:
+    """A reward for staying undecided, as a loss to add to a policy loss before `aggregate`.
+
+        Lₜ = -β Hₜ
+
+    Where Hₜ is the entropy of the distribution from which the token in slot t was drawn.
+
+    It is `entropy_coeff` in verl, `entropy_loss_coef` in SkyRL and OpenRLHF.
+
+    See Mnih et al., "Asynchronous Methods for Deep Reinforcement Learning" (2016), https://arxiv.org/abs/1602.01783
+
+    Args:
+        entropies: `H`, in nats, `[B, T]`, `[N]` or any shape. Masked slots may hold anything, also NaN and inf.
+        mask: bool, of the same shape; True at the tokens that enter the loss.
+        coef: β, at least 0, in loss per nat.
+
+    Returns:
+        The loss per token, of the same shape, in float32 (float64 for float64 input), with the gradient of `entropies`;
+        0 at masked slots.
+
+    Raises:
+        ValueError: a shape, dtype or coefficient that does not fit.
+
+    Degenerate cases: `coef=0` gives 0, with a gradient of 0; a masked slot has a loss and a gradient of exactly 0.
+    """
+    check_slots(mask, entropies=entropies)
+    check_coefficient("coef", coef)
+    return -coef * masked(entropies, mask)

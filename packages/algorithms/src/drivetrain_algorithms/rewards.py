@@ -32,7 +32,8 @@ def token_rewards(
 
     Where s is the sequence's score, KLₜ the estimate of KL(π || π_ref) at token t, β its coefficient, and `last` the
     last unmasked slot of the sequence: a response that ends with a tool's answer is paid at the last token the policy
-    chose.
+    chose. Rewards are constants: no gradient flows through them, and so the policy gradient of k1 is that of the
+    divergence, which it would not be as a loss.
 
     See Stiennon et al., "Learning to Summarize from Human Feedback" (2020), https://arxiv.org/abs/2009.01325
 
@@ -47,17 +48,18 @@ def token_rewards(
         cu_seqlens: `[S + 1]` int, for a packed batch.
 
     Returns:
-        `r`, of the mask's shape, in float32 (float64 for float64 log-probabilities); 0 at masked slots.
+        `r`, of the mask's shape, in float32 (float64 for float64 log-probabilities), without gradient; 0 at masked
+        slots.
 
     Raises:
         ValueError: a shape, dtype, coefficient or kind that does not fit.
 
     Degenerate cases: `kl_coef=0` gives the score at the last token and 0 elsewhere; a sequence without an unmasked slot
-    has nowhere to be paid and gives zeros.
+    has nowhere to be paid and gives zeros, whatever its score.
     """
     check_batch(mask, cu_seqlens, logprobs=logprobs, ref_logprobs=ref_logprobs)
     check_per_sequence(mask, cu_seqlens, scores=scores)
     check_coefficient("kl_coef", kl_coef)
-    penalty = kl_coef * kl_estimate(logprobs, ref_logprobs, mask, kind=kl)
-    payment = per_token(as_float(scores), mask, cu_seqlens).to(penalty.dtype)
+    penalty = kl_coef * kl_estimate(logprobs.detach(), ref_logprobs.detach(), mask, kind=kl)
+    payment = per_token(as_float(scores.detach()), mask, cu_seqlens).to(penalty.dtype)
     return torch.where(last_tokens(mask, cu_seqlens), payment, 0.0) - penalty

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from drivetrain_algorithms._moments import Reduce, centred_squares, means
 from drivetrain_algorithms._slots import check_slots, masked
+
+ValueLossKind = Literal["squared", "huber"]
+"""How an error of the value function counts; see `value_loss`."""
 
 
 class ValueLoss(NamedTuple):
@@ -20,12 +24,64 @@ class ValueLoss(NamedTuple):
     """bool: clipping holds this token's loss constant, so that it has no gradient; False at masked slots."""
 
 
-def clipped_value_loss(new_values: Tensor, values: Tensor, returns: Tensor, mask: Tensor, *, clip: float) -> ValueLoss:
-    """The squared error of the value function, with a step that is clipped like the policy's.
+def value_loss(
+    new_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    kind: ValueLossKind = "squared",
+    delta: float | None = None,
+) -> Tensor:
+    """The error of the value function.
 
-        Lₜ = ½ max((V(sₜ) - Rₜ)², (clip(V(sₜ), V_old(sₜ) - ε, V_old(sₜ) + ε) - Rₜ)²)
+        eₜ = V(sₜ) - Rₜ
+        squared:  Lₜ = ½ eₜ²
+        huber:    Lₜ = ½ eₜ²             where |eₜ| <= δ
+                  Lₜ = δ (|eₜ| - ½ δ)    elsewhere
 
-    Where V is the value function that is trained, V_old what it said when the advantages were made, and Rₜ the return.
+    Where V is the value function that is trained and Rₜ the return. The Huber loss bounds the gradient by δ, so that no
+    return that is far off takes over a step.
+
+    See Huber, "Robust Estimation of a Location Parameter" (1964), https://doi.org/10.1214/aoms/1177703732
+
+    Args:
+        new_values: `V`, `[B, T]`, `[N]` or any shape. Gradients flow to this argument only. Masked slots of any
+            argument may hold anything, also NaN and inf.
+        returns: `R`, of the same shape, as `gae` gives them.
+        mask: bool, of the same shape; True at the tokens that enter the loss.
+        kind: `"squared"` or `"huber"`.
+        delta: δ, a finite number above 0, in the unit of the values, for `"huber"`; None for `"squared"`.
+
+    Returns:
+        A loss per token, of the same shape, in float32 (float64 for float64 input); 0 at masked slots.
+
+    Raises:
+        ValueError: a shape, dtype or kind that does not fit, or a `delta` that is missing, out of range or of no use.
+
+    Degenerate cases: `V = R` gives a loss and a gradient of 0; a δ beyond every error gives the squared one; a masked
+    slot has a loss and a gradient of exactly 0.
+    """
+    check_slots(mask, new_values=new_values, returns=returns)
+    _check_kind(kind, delta)
+    return _penalty(masked(new_values, mask) - masked(returns, mask).detach(), delta)
+
+
+def clipped_value_loss(
+    new_values: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float,
+    kind: ValueLossKind = "squared",
+    delta: float | None = None,
+) -> ValueLoss:
+    """The error of the value function, with a step that is clipped like the policy's.
+
+        Lₜ = max(h(V(sₜ) - Rₜ), h(clip(V(sₜ), V_old(sₜ) - ε, V_old(sₜ) + ε) - Rₜ))
+
+    Where V is the value function that is trained, V_old what it said when the advantages were made, Rₜ the return, and
+    h the loss of an error as in `value_loss`: `h(e) = ½ e²`, or Huber's.
 
     See Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (2015), section 5,
     https://arxiv.org/abs/1506.02438, for the trust region; in this form it is that of OpenAI Baselines' ppo2,
@@ -37,25 +93,45 @@ def clipped_value_loss(new_values: Tensor, values: Tensor, returns: Tensor, mask
         values: `V_old`, of the same shape.
         returns: `R`, of the same shape, as `gae` gives them.
         mask: bool, of the same shape; True at the tokens that enter the loss.
-        clip: ε, above 0, in the unit of the values; `math.inf` gives the plain squared error.
+        clip: ε, above 0, in the unit of the values; `math.inf` gives `value_loss`.
+        kind: `"squared"` or `"huber"`.
+        delta: Huber's δ, a finite number above 0, in the unit of the values; None for `"squared"`.
 
     Returns:
         `ValueLoss`, per token, in float32 (float64 for float64 input).
 
     Raises:
-        ValueError: a shape, dtype or coefficient that does not fit.
+        ValueError: a shape, dtype, kind or coefficient that does not fit.
 
-    Degenerate cases: before the first update `V = V_old`, the loss is ½ (V - R)² and the gradient V - R; a masked slot
-    has a loss and a gradient of exactly 0.
+    Degenerate cases: before the first update `V = V_old`, and loss and gradient are those of `value_loss`; a masked
+    slot has a loss and a gradient of exactly 0.
     """
     check_slots(mask, new_values=new_values, values=values, returns=returns)
     if not clip > 0.0:
         raise ValueError(f"clip={clip} must be above 0; pass math.inf for the plain squared error")
+    _check_kind(kind, delta)
     new_values = masked(new_values, mask)
     values, returns = masked(values, mask).detach(), masked(returns, mask).detach()
-    unclipped = (new_values - returns).square()
-    clipped = (values + (new_values - values).clamp(-clip, clip) - returns).square()
-    return ValueLoss(0.5 * torch.maximum(unclipped, clipped), clipped > unclipped)
+    unclipped = _penalty(new_values - returns, delta)
+    clipped = _penalty(values + (new_values - values).clamp(-clip, clip) - returns, delta)
+    return ValueLoss(torch.maximum(unclipped, clipped), clipped > unclipped)
+
+
+def _check_kind(kind: str, delta: float | None) -> None:
+    if kind not in get_args(ValueLossKind):
+        raise ValueError(f"kind={kind!r} is no loss of a value; choose from {', '.join(get_args(ValueLossKind))}")
+    if (kind == "huber") != (delta is not None):
+        raise ValueError(f"delta={delta} with kind={kind!r}; huber takes one, squared does not")
+    if delta is not None and not 0.0 < delta < math.inf:
+        raise ValueError(f"delta={delta} must be a finite number above 0; kind='squared' is without a limit")
+
+
+def _penalty(error: Tensor, delta: float | None) -> Tensor:
+    if delta is None:
+        return 0.5 * error.square()
+    size = error.abs()
+    near = size.clamp(max=delta)
+    return near * (size - 0.5 * near)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:

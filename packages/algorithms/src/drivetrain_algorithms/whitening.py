@@ -16,20 +16,29 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce |
         x̂ = (x - μ) / √(σ² + 10⁻⁸)     and + μ again with shift_mean=False
         μ = Σ x / n,  σ² = Σ (x - μ)² / (n - 1)
 
-    Where the sums run over the n unmasked slots of all ranks: the unit is the token, so that a long sequence weighs
-    more than a short one. Applied to advantages, it is what PPO implementations do before the policy loss.
+    Where the sums run over the n unmasked slots of all ranks. The unit is the slot. Of a number per token that is the
+    token, so that a long response weighs more than a short one; of a number per response, `[B]` with a mask `[B]`, it
+    is the response (then `spread_over_tokens` gives it to the tokens).
+
+    Applied to the advantages of `gae`, per token, it is what PPO implementations do before the policy loss. Nothing in
+    this library whitens unasked, but for the REINFORCE++ functions, whose last step it is by definition: do not whiten
+    theirs again. Advantages that `group_advantages` made are normalised within their groups already; whitening them is
+    a further step (GDPO's last one), which trades the scale that each group has for one of the batch. The call takes
+    everything that the rank brings to the optimizer step, before that is split into micro-batches.
 
     See Huang et al., "The 37 Implementation Details of Proximal Policy Optimization" (2022), detail 7,
     https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 
     Args:
-        x: `[B, T]`, `[N]` or any shape. Masked slots may hold anything, also NaN.
+        x: `[B, T]`, `[N]`, `[B]` or any shape. Masked slots may hold anything, also NaN.
         mask: bool, of the same shape.
         shift_mean: move the mean to 0; False keeps it where it is.
-        reduce: sums a tensor over all ranks and returns the sum; called twice, on every rank. None: there is one rank.
+        reduce: sums a tensor over all ranks and returns the sum; called twice, on every rank, also on one without an
+            unmasked slot. All ranks then share one μ and σ, those of a single process that holds everything. None:
+            there is one rank.
 
     Returns:
-        `x̂`, of the same shape, in float32 (float64 for float64 input); 0 at masked slots.
+        `x̂`, of the same shape, in float32 (float64 for float64 input); 0 at masked slots. Differentiable on one rank.
 
     Raises:
         ValueError: a shape or dtype that does not fit.
