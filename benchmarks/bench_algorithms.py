@@ -1,9 +1,12 @@
-"""What each loss costs, forward and backward, beside its bare formula in one fused pass: 1.3 times is allowed.
+"""What the functions cost: `gae` beside a loop over tokens, and each loss beside its bare formula in one fused pass.
 
-Both sides are compiled, as a trainer would compile its loss. The bare formula knows finite numbers only; what comes on
-top of it is that masked slots may hold anything, that ratios may be beyond a float, and that errors are not hidden. On
-a GPU, such a pass reads each input once and writes one gradient, which is the least there is. `memory_ratio` compares
-the peaks of memory, inputs included, and `eager_ratio` the loss without compilation with the fused formula.
+`gae` at [512, 4096] is to be 10 times faster than the loop over time steps that other trainers run.
+
+A loss may cost 1.3 times the bare formula, in time and in memory, forward and backward. Both sides are compiled, as a
+trainer would compile its loss. The bare formula knows finite numbers only; what comes on top of it is that masked slots
+may hold anything, that ratios may be beyond a float, and that errors are not hidden. On a GPU, such a pass reads each
+input once and writes one gradient, which is the least there is. `memory_ratio` compares the peaks of memory, inputs
+included, and `eager_ratio` the loss without compilation with the fused formula.
 """
 
 import time
@@ -15,15 +18,17 @@ from typing import Any
 import drivetrain_algorithms as algorithms
 import pytest
 import torch
-from drivetrain_algorithms import aggregate
+from drivetrain_algorithms import aggregate, gae
 from torch import Tensor
 from torch.nn.functional import logsigmoid, sigmoid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of the compiler's own imports
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GAMMA, LAM = 0.99, 0.95
+GAE_SHAPE = (512, 4096)
 SHAPE = (1024, 4096) if DEVICE == "cuda" else (256, 2048)
-"""Sequences and tokens."""
+"""Sequences and tokens, of the losses."""
 OWED = 1 / 1.3
 
 Loss = Callable[..., Tensor]
@@ -146,9 +151,9 @@ tensor. `clip_cov` and `kl_cov` are `ppo_clip` and a term, on tokens that were s
 
 def inputs(count: int) -> list[Tensor]:
     generator = torch.Generator(DEVICE).manual_seed(0)
-    first, *others = torch.rand((count, *SHAPE), generator=generator, device=DEVICE).neg().unbind()
+    first, *others = torch.rand((count, *SHAPE), generator=generator, device=DEVICE).neg().sub(0.01).unbind()
     if count > 2:
-        others[-1] = torch.randn(SHAPE, generator=generator, device=DEVICE)
+        others[-1] = torch.randn(SHAPE, generator=generator, device=DEVICE)  # advantages
     lengths = torch.randint(SHAPE[1] // 4, SHAPE[1] + 1, (SHAPE[0], 1), generator=generator, device=DEVICE)
     return [first.clone().requires_grad_(), *others, torch.arange(SHAPE[1], device=DEVICE) < lengths]
 
@@ -222,3 +227,62 @@ def test_loss(against, benchmark, name):
     benchmark.extra_info["memory_ratio"] = memory_ratio
     benchmark.extra_info["eager_ratio"] = seconds(fused, 10) / seconds(partial(ours.run, ours.scalar), 10)
     assert memory_ratio >= OWED
+
+
+def plain_loop(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    """One step at a time, for batches in which every slot is a step."""
+    advantage = values.new_zeros(len(values))
+    advantages = []
+    for t in reversed(range(values.shape[1])):
+        next_values = values[:, t + 1] if t + 1 < values.shape[1] else 0.0
+        delta = rewards[:, t] + GAMMA * next_values - values[:, t]
+        advantage = delta + GAMMA * LAM * advantage
+        advantages.append(advantage)
+    stacked = torch.stack(advantages[::-1], dim=1)
+    return stacked, stacked + values
+
+
+def masked_loop(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for batches with slots that are no steps: these are passed over."""
+    mask = mask.to(values.dtype)
+    next_values = advantage = values.new_zeros(len(values))
+    advantages = []
+    for t in reversed(range(values.shape[1])):
+        step = mask[:, t]
+        delta = rewards[:, t] + GAMMA * next_values - values[:, t]
+        next_values = values[:, t] * step + (1 - step) * next_values
+        advantage = (delta + GAMMA * LAM * advantage) * step + (1 - step) * advantage
+        advantages.append(advantage)
+    stacked = torch.stack(advantages[::-1], dim=1) * mask
+    return stacked, (stacked + values) * mask
+
+
+def finished(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The result, once it is there."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return result
+
+
+@pytest.mark.parametrize("loop", [plain_loop, masked_loop])
+def test_gae(against, benchmark, loop):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    rewards, values = torch.randn(2, *GAE_SHAPE, generator=generator, device=DEVICE)
+    mask = torch.ones(GAE_SHAPE, dtype=torch.bool, device=DEVICE)
+    if loop is masked_loop:
+        lengths = torch.randint(
+            GAE_SHAPE[1] // 8, GAE_SHAPE[1] + 1, (GAE_SHAPE[0], 1), generator=generator, device=DEVICE
+        )
+        steps = torch.rand(GAE_SHAPE, generator=generator, device=DEVICE) > 0.1
+        mask = (torch.arange(GAE_SHAPE[1], device=DEVICE) < lengths) & steps
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return finished(gae(rewards, values, mask, gamma=GAMMA, lam=LAM))
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        return finished(loop(rewards, values, mask))
+
+    for mine, other in zip(ours(), theirs(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+    against(ours, theirs, owed=10, rounds=11)
+    benchmark.extra_info["threads"] = torch.get_num_threads()
