@@ -36,12 +36,43 @@ def test_algorithms_in_your_loop(tmp_path):
     assert clipped[0] == 0  # before the first update every ratio is 1
 
 
+def test_grpo_with_transformers(tmp_path):
+    shown = run(sys.executable, EXAMPLES / "grpo_with_transformers.py", cwd=tmp_path)
+    rewards = numbers(r"reward ([\d.]+)", shown)
+    assert len(rewards) == 40 + 1
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.7
+
+
+def test_dpo_with_transformers(tmp_path):
+    shown = run(sys.executable, EXAMPLES / "dpo_with_transformers.py", cwd=tmp_path)
+    losses, accuracies = numbers(r"loss ([\d.]+)", shown), numbers(r"accuracy ([\d.]+)", shown)
+    assert losses[0] == 0.693  # log 2, before the first update
+    assert losses[-1] < 0.55
+    assert accuracies[0] == 0.0  # both are paid the same
+    assert accuracies[-1] > 0.7
+
+
 def test_buffer_between_threads(tmp_path):
     shown = run(sys.executable, EXAMPLES / "buffer_between_threads.py", cwd=tmp_path)
     counts = {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", shown)}
     assert counts["trained"] == 10 * 8
     assert counts["in_flight"] == counts["failed"] == 0
     assert counts.pop("issued") == sum(counts.values())
+
+
+def test_two_scripts(tmp_path):
+    address = f"ipc://{tmp_path}/socket"
+    scripts = [EXAMPLES / "two_scripts" / name for name in ("scorer.py", "learner.py")]
+    lines = "".join(re.sub(r'^""".*?"""', "", script.read_text(), flags=re.DOTALL) for script in scripts).splitlines()
+    assert len([line for line in lines if line.strip()]) <= 20
+    with subprocess.Popen([sys.executable, scripts[0], address], stdin=subprocess.PIPE, cwd=tmp_path) as scorer:
+        try:
+            shown = run(sys.executable, scripts[1], address, cwd=tmp_path)
+        finally:
+            scorer.communicate(b"\n", timeout=20)
+    assert shown.splitlines() == [f"step {step}: norms [{2.0 * step}, {2.0 * step}]" for step in (1, 2, 3)]
+    assert scorer.returncode == 0
 
 
 def test_embed_rollout(tmp_path):

@@ -29,6 +29,11 @@ def test_malformed_addresses_are_named(text: str) -> None:
         parse_address(text)
 
 
+def test_inproc_is_refused_with_what_to_use_instead() -> None:
+    with pytest.raises(ValueError, match=r"'inproc://x': inproc has no connection .* use ipc://PATH"):
+        parse_address("inproc://x")
+
+
 def test_a_path_too_long_for_a_socket_is_named_with_its_size() -> None:
     assert parse_address("ipc://" + "p" * 107).host == "p" * 107
     with pytest.raises(ValueError, match=r"the path has 108 bytes, choose one of 1 to 107"):

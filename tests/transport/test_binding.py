@@ -127,7 +127,8 @@ def test_a_known_peer_that_sends_noise_stays_and_its_noise_is_counted() -> None:
                 failure = envelope if getattr(envelope, "call", None) == 5 else None
             assert failure.kind == "FrameError"  # type: ignore[attr-defined]
             data.send(b"more noise")
-            wait_until(lambda: server.refused == 1, "a refusal")
+            wait_until(lambda: server.refused == 2, "two refusals")
+            assert server.peers[0].stats.refused == server.stats.refused == 2
             assert [peer.name for peer in server.peers] == ["odd"]
             assert_serves(server)
 

@@ -249,6 +249,16 @@ def test_a_deadline_names_peer_request_and_seconds_and_cancels_the_handler() -> 
         wait_until(lambda: log == ["cancelled"] * 2, "the second cancellation")
 
 
+def test_calls_given_up_at_once_leave_nothing_at_the_other_side() -> None:
+    with pair() as (worker, server):
+        for _ in range(50):
+            with pytest.raises(TimeoutError):
+                worker.call(Add(x=1, y=1), timeout=0)
+        assert worker.call(Add(x=1, y=1), timeout=10).value == 2
+        wait_until(lambda: not server._tasks, "the handlers' end")
+        assert not worker._pending
+
+
 def test_a_cancelled_call_cancels_the_handler() -> None:
     log: list[str] = []
 

@@ -8,26 +8,13 @@ import numpy as np
 import pytest
 import torch
 from drivetrain_transport import FrameError, decode, encode
+from numpy.typing import NDArray
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
 
-TORCH_DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
+QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint2x4, torch.quint4x2}
+TORCH_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - QUANTIZED, key=str)
+"""All that this torch has: the float8 and float4 formats, complex32, int1 to uint7 and bits among them."""
 
 LAYOUTS = {
     "scalar": lambda t: t[0, 0],
@@ -45,14 +32,17 @@ def torch_values(dtype: torch.dtype) -> torch.Tensor:
     """A 6 by 6 tensor of arbitrary bit patterns, NaN payloads among them."""
     if dtype is torch.bool:
         return (torch.arange(36) % 3 == 0).reshape(6, 6)
-    size = torch.empty((), dtype=dtype).element_size()
+    size = torch.zeros(1, dtype=torch.complex128).view(dtype).element_size()
     generator = torch.Generator().manual_seed(7)
     raw = torch.randint(0, 256, (36 * size,), dtype=torch.uint8, generator=generator)
     return raw.view(dtype).reshape(6, 6)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+    numbers = tensor.detach()
+    if tensor.element_size() <= 8:
+        numbers = numbers.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return bytes(numbers.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -97,7 +87,13 @@ def test_conjugate_and_negative_views_are_resolved() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "int8", "uint16", "bool", "complex64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("float64", "float32", "float16", "bool", "complex64", "complex128"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    ],
+)
 def test_numpy_round_trip_keeps_every_bit(dtype: str, layout: str) -> None:
     values = np.arange(36).reshape(6, 6)
     source = LAYOUTS[layout]((values % 3 == 0) if dtype == "bool" else values.astype(dtype))
@@ -108,6 +104,39 @@ def test_numpy_round_trip_keeps_every_bit(dtype: str, layout: str) -> None:
     assert copy.tobytes() == source.tobytes()
     assert copy.flags.writeable
     assert not np.shares_memory(copy, source)
+
+
+def test_the_dtypes_are_all_there() -> None:
+    assert {torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.bfloat16, torch.complex32} < set(TORCH_DTYPES)
+    assert {torch.uint16, torch.uint32, torch.uint64, torch.int4, torch.float4_e2m1fn_x2} < set(TORCH_DTYPES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_of_a_graph_leaves_it(layout: str) -> None:
+    leaf = torch.arange(36.0).reshape(6, 6).requires_grad_()
+    source = LAYOUTS[layout](leaf)
+    assert source.requires_grad
+    copy = decode(encode(source), torch.Tensor)
+    assert not copy.requires_grad
+    assert torch.equal(copy, source.detach())
+    copy += 1
+    assert torch.equal(leaf.detach(), torch.arange(36.0).reshape(6, 6))
+
+
+def test_read_only_arrays_arrive_writable() -> None:
+    source = np.frombuffer(bytes(range(8)), dtype=np.uint16)
+    frames = encode(source)
+    copy = decode(frames, np.ndarray)
+    copy[0] = 0xFFFF
+    assert source.tolist() == [0x0100, 0x0302, 0x0504, 0x0706]
+    assert memoryview(frames[1]).nbytes == 8
+
+
+def test_fields_may_be_annotated_with_the_dtype() -> None:
+    class Typed(msgspec.Struct):
+        array: NDArray[np.float32]
+
+    assert decode(encode(Typed(array=np.ones(2, dtype=np.float32))), Typed).array.tolist() == [1.0, 1.0]
 
 
 def test_big_endian_arrays_arrive_in_the_host_order() -> None:
@@ -121,7 +150,7 @@ def test_the_receiver_chooses_the_library() -> None:
     copy = decode(encode(np.array([[True, False]])), torch.Tensor)
     assert copy.dtype is torch.bool
     assert copy.tolist() == [[True, False]]
-    with pytest.raises(FrameError, match=r"numpy .* has no dtype 'bfloat16'"):
+    with pytest.raises(FrameError, match=r"numpy has no dtype 'bfloat16'"):
         decode(encode(torch.ones(2, dtype=torch.bfloat16)), np.ndarray)
 
 
@@ -173,6 +202,12 @@ def test_tensors_anywhere_in_a_struct() -> None:
     assert copy.extra["x"].tolist() == [0.0, 0.0]
 
 
+def fake_tensor() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's notes that nested, masked and quantized tensors are prototypes
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -181,11 +216,26 @@ def test_tensors_anywhere_in_a_struct() -> None:
         (lambda: np.array(["text"]), "numpy dtype <U4 cannot travel"),
         (lambda: np.array([object()]), "numpy dtype object cannot travel"),
         (lambda: np.array(["2020-01-01"], dtype="datetime64[D]"), "cannot travel"),
+        (lambda: np.ones(2, dtype=np.longdouble), "numpy dtype float128 cannot travel"),
+        (lambda: np.zeros(2, dtype="i4,f8"), "cannot travel"),
+        (lambda: np.ma.masked_array([1, 2], [False, True]), "masked array of shape .* send its data and its mask"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "only dense tensors .* torch.qint8"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "only dense tensors .* nested"),
+        (lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])), "MaskedTensor .* wraps other tensors"),
+        (fake_tensor, "FakeTensor .* wraps other tensors"),
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(make: object, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         encode(make())  # type: ignore[operator]
+
+
+def test_a_tensor_over_the_limit_is_refused_before_it_is_copied() -> None:
+    endless = torch.ones(1, dtype=torch.uint8).expand(1 << 50)
+    with pytest.raises(ValueError, match=f"a list of more than {(1 << 50) + 3} bytes is over the limit of 4096"):
+        encode([torch.zeros(3, dtype=torch.uint8), endless], max_bytes=4096)
+    with pytest.raises(ValueError, match=r"a ndarray of more than 1125899906842624 bytes"):
+        encode(np.broadcast_to(np.uint8(1), (1 << 50,)))
 
 
 class Wrapper(torch.Tensor):

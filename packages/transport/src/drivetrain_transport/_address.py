@@ -41,6 +41,10 @@ def parse_address(text: str) -> Address:
         if not 0 < size <= _IPC_LIMIT:
             raise ValueError(f"{text!r}: the path has {size} bytes, choose one of 1 to {_IPC_LIMIT}")
         return Address(scheme="ipc", host=rest, port=0)
+    if scheme == "inproc":
+        raise ValueError(
+            f"{text!r}: inproc has no connection whose end could be noticed: use ipc://PATH, within one process too"
+        )
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{text!r} is no address: write tcp://HOST:PORT, HOST:PORT or ipc://PATH")

@@ -150,7 +150,7 @@ class Binding(Core):
                 case _:
                     raise FrameError(f"{type(envelope).__name__} from a connection that has not said hello")
         except FrameError as error:
-            self.refuse(str(error))
+            self.refuse(str(error), seat.peer if seat is not None else None)
 
     def _greet(self, connection: bytes, hello: Hello) -> None:
         reason = ""

@@ -160,7 +160,7 @@ class Connecting(Core):
                 case _:
                     raise FrameError(f"{type(envelope).__name__} has no place on a data connection")
         except FrameError as error:
-            self.refuse(str(error))
+            self.refuse(str(error), self.peer)
 
     def _take_life(self, frames: list[memoryview]) -> None:
         try:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
 from drivetrain_transport._envelopes import Envelope
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._peer import Handler, Peer
 from drivetrain_transport._protocol import Protocol
+from drivetrain_transport._stats import ChannelStats
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -50,8 +52,12 @@ class Core(ABC):
         self.max_bytes = max_bytes
         self.peers: tuple[Peer, ...] = ()
         self.changed = threading.Condition()
+        self.watch: Callable[[tuple[Peer, ...]], None] | None = None
+        """Called on the loop with the peers whenever they have changed."""
         self.refused = 0
         self.closed = False
+        self._left: tuple[Peer, ...] = ()  # those that left last; their last words may not be counted yet
+        self._past = ChannelStats(name=address)
         self._failure: BaseException | None = None
         self._process = os.getpid()
         self._accepting = False
@@ -80,6 +86,8 @@ class Core(ABC):
         if os.getpid() != self._process:
             return  # a forked child has no thread to stop
         self._asked_to_stop = True
+        if self._thread.ident is None:
+            return  # it ends as soon as it starts
         self.post(self._request_stop)
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
@@ -121,12 +129,26 @@ class Core(ABC):
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         with self.changed:
+            for peer in self._left:
+                self._past += peer.stats
+            self._left = tuple(peer for peer in self.peers if peer not in peers)
             self.peers = peers
             self.changed.notify_all()
+        if self.watch is not None:
+            self.watch(peers)
 
-    def refuse(self, reason: str) -> None:
-        """Count a message that was refused."""
+    @property
+    def stats(self) -> ChannelStats:
+        """The counts of all peers together, those that are gone among them."""
+        with self.changed:
+            total = sum((peer.stats for peer in (*self.peers, *self._left)), self._past)
+        return msgspec.structs.replace(total, name=self.address, refused=self.refused)
+
+    def refuse(self, reason: str, peer: Peer | None = None) -> None:
+        """Count a message that was refused, and its sender when that is a peer."""
         self.refused += 1
+        if peer is not None:
+            peer.count_refused()
         log.warning("%s refused a message: %s", self.address, reason)
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:

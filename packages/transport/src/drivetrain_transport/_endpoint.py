@@ -14,6 +14,7 @@ from drivetrain_transport._frames import MAX_BYTES
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._peer import Handler, Peer, PeerState
 from drivetrain_transport._protocol import Protocol
+from drivetrain_transport._stats import ChannelStats
 
 
 class Endpoint:
@@ -141,6 +142,13 @@ class Endpoint:
     def refused(self) -> int:
         """How many messages were refused: noise, unknown senders, wrong keys, other versions."""
         return self._core.refused
+
+    @property
+    def stats(self) -> ChannelStats:
+        """The counts of all peers together, also of those that are gone. `queued_high_water` is a bound: the sum of
+        theirs. `refused` counts the messages of strangers as well.
+        """
+        return self._core.stats
 
     def wait_for_peer(self, timeout: float) -> Peer:
         """Wait until a peer has joined, and return the first. TimeoutError after `timeout` seconds."""

@@ -1,5 +1,7 @@
 """What can go wrong between two processes, by name."""
 
+from collections.abc import Sequence
+
 
 class FrameError(ValueError):
     """Frames that are no message: truncated, too large, of another version, or not of the type that was asked for."""
@@ -23,3 +25,23 @@ class RemoteError(RuntimeError):
         super().__init__(f"{peer}: {kind}: {message}" if peer else f"{kind}: {message}")
         self.kind = kind
         self.message = message
+
+
+class GroupBroken(ConnectionError):
+    """A tensor group can no longer exchange tensors, or was not formed: close it, and form the next one.
+
+    `missing` names the members who were not there, in the group's order; it is empty when all were, and the text says
+    what else went wrong.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class AlreadyHandled(RuntimeError):
+    """Another receiver has handled this message; the journal that they share says so."""
+
+
+class StreamTaken(RuntimeError):
+    """Another sender has taken over the stream under whose name this one sends. Only one may speak for it."""

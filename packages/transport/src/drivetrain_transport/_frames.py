@@ -8,13 +8,13 @@ frame 1...  the tensors, each in C order
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from drivetrain_transport._errors import FrameError
-from drivetrain_transport._tensors import WireTensor, from_wire, to_wire
+from drivetrain_transport._tensors import MAX_DIMENSIONS, TooLarge, WireTensor, check_target, fill, from_wire, to_wire
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -29,8 +29,8 @@ _TENSOR = 0x54  # the MessagePack extension code of a tensor
 
 
 class _TensorRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     frame: int
 
 
@@ -50,29 +50,46 @@ def encode(obj: Any, *, max_bytes: int = MAX_BYTES) -> list[Buffer]:
         TypeError: msgspec cannot encode a part of the object.
     """
     frames: list[Buffer] = [b""]
+    room = max_bytes
 
     def enc_hook(part: Any) -> msgspec.msgpack.Ext:
-        tensor = to_wire(part)
+        nonlocal room
+        tensor = to_wire(part, room)
         if tensor is None:
             raise TypeError(f"objects of type {type(part).__name__} cannot travel: use structs, builtins and tensors")
+        room -= memoryview(tensor.data).nbytes
         frames.append(tensor.data)
         ref = _TensorRef(tensor.dtype, tensor.shape, len(frames) - 1)
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(ref))
 
     body = bytearray(_HEADER)
-    msgspec.msgpack.Encoder(enc_hook=enc_hook).encode_into(obj, body, len(_HEADER))
+    too_large = "a {} {} bytes is over the limit of {}: send it in parts, or raise the limit"
+    try:
+        msgspec.msgpack.Encoder(enc_hook=enc_hook).encode_into(obj, body, len(_HEADER))
+    except TooLarge as error:
+        size = max_bytes - room + error.size
+        raise ValueError(too_large.format(f"{type(obj).__name__} of more than", size, max_bytes)) from None
     frames[0] = body
     size = total_bytes(frames)
     if size > max_bytes:
-        raise ValueError(
-            f"a {type(obj).__name__} of {size} bytes is over the limit of {max_bytes}: "
-            "send it in parts, or raise the limit"
-        )
+        raise ValueError(too_large.format(f"{type(obj).__name__} of", size, max_bytes))
     return frames
 
 
-def decode(frames: Sequence[Buffer], type: Any, *, max_bytes: int = MAX_BYTES, copy: bool = True) -> Any:
+def decode(
+    frames: Sequence[Buffer],
+    type: Any,
+    *,
+    max_bytes: int = MAX_BYTES,
+    copy: bool = True,
+    into: Mapping[str, Any] | None = None,
+) -> Any:
     """Turn frames back into an object of the given type. The tensors in it are writable and share no memory.
+
+    With `into`, tensors are written to memory that the caller has already, such as the parameters of a model:
+
+        into = {f"named.{name}": tensor for name, tensor in model.state_dict().items()}
+        decode(frames, Update, into=into)       # class Update(Struct): named: dict[str, torch.Tensor]
 
     Args:
         frames: What `encode` returned, or what arrived of it. Nothing in them is trusted.
@@ -81,10 +98,15 @@ def decode(frames: Sequence[Buffer], type: Any, *, max_bytes: int = MAX_BYTES, c
         max_bytes: Refuse larger messages, before anything is allocated.
         copy: False hands the frames' memory over to the tensors where it is writable and aligned. Only for frames
             that nobody else holds, as those that a socket has just received.
+        into: Tensors and arrays by the path of their field: names, keys and indices as they are in the message, with
+            dots between them. What arrives there is copied into that tensor, on whatever device it lies, and the
+            object holds it; dtype and shape must be equal. Tensors of other paths are decoded as ever. Either all are
+            written or, after a FrameError, none.
 
     Raises:
-        FrameError: The frames are truncated, too large, of another version, or do not fit the type; the text says
-            which, with the path of the field.
+        FrameError: The frames are truncated, too large, of another version, or do not fit the type or `into`; the text
+            says which, with the path of the field.
+        ValueError: `into` holds something that no tensor can be written to.
     """
     if not frames:
         raise FrameError("a message has at least one frame, this one has none")
@@ -93,27 +115,87 @@ def decode(frames: Sequence[Buffer], type: Any, *, max_bytes: int = MAX_BYTES, c
         raise FrameError(f"a message of {size} bytes is over the limit of {max_bytes}")
     head = memoryview(frames[0])
     _check_header(bytes(head[: len(_HEADER)]))
-    waiting = dict(enumerate(frames[1:], start=1))
-
-    def ext_hook(code: int, data: memoryview) -> _TensorRef:
-        if code != _TENSOR:
-            raise FrameError(f"MessagePack extension {code} has no meaning here")
-        return msgspec.msgpack.decode(data, type=_TensorRef)
-
-    def dec_hook(kind: Any, ref: Any) -> Any:
-        if not isinstance(ref, _TensorRef):
-            raise FrameError(f"expected {kind.__name__}, got {ref.__class__.__name__}")
-        if ref.frame not in waiting:
-            raise FrameError(f"frame {ref.frame} is missing, or is claimed by two tensors")
-        return from_wire(kind, WireTensor(ref.dtype, ref.shape, waiting.pop(ref.frame)), copy=copy)
-
+    body = head[len(_HEADER) :]
     try:
-        obj = msgspec.msgpack.Decoder(type, dec_hook=dec_hook, ext_hook=ext_hook).decode(head[len(_HEADER) :])
+        reading = _Reading(frames, _targets(body, into) if into else {}, copy)
+        obj = msgspec.msgpack.Decoder(type, dec_hook=reading.dec_hook, ext_hook=reading.ext_hook).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"not a message of the expected type: {error}") from error
-    if waiting:
-        raise FrameError(f"{len(waiting)} of {len(frames) - 1} tensor frames belong to no field annotated as a tensor")
+    reading.finish()
     return obj
+
+
+class _Reading:
+    """The tensors of one message while it is decoded."""
+
+    def __init__(self, frames: Sequence[Buffer], targets: Mapping[int, tuple[str, Any]], copy: bool) -> None:
+        self._frames = frames
+        self._targets = targets
+        self._copy = copy
+        self._waiting = set(range(1, len(frames)))
+        self._homeless = 0  # references that no field has taken yet
+        self._writes: list[Callable[[], object]] = []
+
+    def ext_hook(self, code: int, data: memoryview) -> _TensorRef:
+        self._homeless += 1
+        return _reference(code, data)
+
+    def dec_hook(self, kind: Any, ref: Any) -> Any:
+        if not isinstance(ref, _TensorRef):
+            raise FrameError(f"expected {kind.__name__}, got {ref.__class__.__name__}")
+        if ref.frame not in self._waiting:
+            raise FrameError(f"frame {ref.frame} is missing, or is claimed by two tensors")
+        self._waiting.remove(ref.frame)
+        self._homeless -= 1
+        tensor = WireTensor(ref.dtype, ref.shape, self._frames[ref.frame])
+        if ref.frame not in self._targets:
+            return from_wire(kind, tensor, copy=self._copy)
+        path, target = self._targets[ref.frame]
+        try:
+            self._writes.append(fill(target, tensor))
+        except FrameError as error:
+            raise FrameError(f"{path}: {error}") from None
+        return target
+
+    def finish(self) -> None:
+        """The message fits its type: see that each tensor has a field, and write those that go into given memory."""
+        count = max(len(self._waiting), self._homeless)
+        if count:
+            raise FrameError(
+                f"{count} tensors, of {len(self._frames) - 1} frames, belong to no field annotated as a tensor"
+            )
+        for write in self._writes:
+            write()
+
+
+def _reference(code: int, data: memoryview) -> _TensorRef:
+    if code != _TENSOR:
+        raise FrameError(f"MessagePack extension {code} has no meaning here")
+    return msgspec.msgpack.decode(data, type=_TensorRef)
+
+
+def _targets(body: memoryview, into: Mapping[str, Any]) -> dict[int, tuple[str, Any]]:
+    """The caller's memory by the number of the frame that goes there, with the path of the field."""
+    content = msgspec.msgpack.decode(body, ext_hook=_reference)
+    targets: dict[int, tuple[str, Any]] = {}
+    taken = set()
+    for path, frame in _paths(content, ""):
+        if path in into:
+            check_target(into[path], path)
+            if path in taken:
+                raise FrameError(f"two tensors of the message have the path {path!r}")
+            taken.add(path)
+            targets[frame] = path, into[path]
+    return targets
+
+
+def _paths(content: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Where the tensors are in a message that was decoded without types, and the numbers of their frames."""
+    if isinstance(content, _TensorRef):
+        yield path, content.frame
+    elif isinstance(content, dict | list):
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from _paths(value, f"{path}.{key}" if path else str(key))
 
 
 def total_bytes(frames: Sequence[Buffer]) -> int:

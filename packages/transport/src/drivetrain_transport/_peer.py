@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,16 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from typing import Protocol as Interface
 
 from drivetrain_transport._envelopes import Cancel, Envelope, Failure, Reply, Request
-from drivetrain_transport._errors import PeerLost, RemoteError
-from drivetrain_transport._frames import decode, encode
+from drivetrain_transport._errors import FrameError, PeerLost, RemoteError
+from drivetrain_transport._frames import decode, encode, total_bytes
 from drivetrain_transport._pieces import join, split
 from drivetrain_transport._protocol import Protocol, members
+from drivetrain_transport._stats import ChannelStats, Counters
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 PeerState = Literal["open", "goodbye", "lost", "closed"]
 """open; goodbye: the other side closed; lost: it broke off or fell silent; closed: this side closed."""
+
+_CANCELLED = asyncio.CancelledError.__name__
 
 log = logging.getLogger("drivetrain_transport")
 
@@ -44,6 +48,9 @@ class Link(Interface):
 
     def on_own_thread(self) -> bool: ...
 
+    def refuse(self, reason: str, peer: Peer | None = None) -> None:
+        """Count a message that was refused, on the endpoint's loop."""
+
     def transmit(self, peer: Peer, envelope: Envelope, body: Sequence[Buffer] = ()) -> None:
         """Send, on the endpoint's loop; a broken connection ends the peer."""
 
@@ -61,6 +68,7 @@ class _Call:
     request: str
     """The request's type, for messages."""
     reply: Future[_Body] = field(default_factory=Future)
+    start: float = field(default_factory=time.monotonic)
 
 
 class Peer:
@@ -78,6 +86,7 @@ class Peer:
         self._numbers = itertools.count()
         self._pending: dict[int, _Call] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._counters = Counters()  # changed on the endpoint's loop
 
     def __repr__(self) -> str:
         return f"<Peer {self._name!r} {self._state}>"
@@ -91,6 +100,15 @@ class Peer:
     def state(self) -> PeerState:
         """Whether the peer can be called, and if not, why."""
         return self._state
+
+    @property
+    def stats(self) -> ChannelStats:
+        """Requests and replies both ways, and the tensors and structs in them in bytes.
+
+        `waits` and `wait_seconds` are those of calls for their replies, `queued` the calls that wait now, `duplicates`
+        the replies that came when their call had given up, `refused` what the peer sent that is no message.
+        """
+        return self._counters.snapshot(self._name)
 
     def call(self, request: Any, *, timeout: float) -> Any:
         """Send a request and wait for the reply. From any thread, any number at a time; not in a handler.
@@ -120,7 +138,7 @@ class Peer:
             raise TimeoutError(self._late(call, timeout)) from None
         finally:
             self._leave(call)
-        return self._decode(body, self._link.protocol.replies)
+        return self._read(body, self._link.protocol.replies)
 
     async def call_async(self, request: Any, *, timeout: float) -> Any:
         """The same as `call` without blocking, on any event loop; in a handler as well.
@@ -136,7 +154,7 @@ class Peer:
             raise TimeoutError(self._late(call, timeout)) from None
         finally:
             self._leave(call)
-        return self._decode(body, self._link.protocol.replies)
+        return self._read(body, self._link.protocol.replies)
 
     def _start(self, request: Any) -> _Call:
         kinds = members(self._link.protocol.requests)
@@ -158,8 +176,13 @@ class Peer:
         frames = encode(obj, max_bytes=self._max_bytes)
         return _Body(*split(frames)) if self._link.encrypted else _Body(frames, ())
 
-    def _decode(self, body: _Body, kinds: type[Any] | UnionType) -> Any:
-        return decode(join(body.frames, body.pieces), kinds, max_bytes=self._link.max_bytes, copy=False)
+    def _read(self, body: _Body, kinds: type[Any] | UnionType) -> Any:
+        try:
+            return decode(join(body.frames, body.pieces), kinds, max_bytes=self._link.max_bytes, copy=False)
+        except FrameError as error:
+            reason = str(error)
+            self._link.post(lambda: self._link.refuse(reason, self))
+            raise
 
     def _late(self, call: _Call, timeout: float) -> str:
         return f"{self._name} did not answer {call.request} within {timeout:g} s"
@@ -174,11 +197,24 @@ class Peer:
             call.reply.set_exception(self._lost(call))
             return
         self._pending[call.number] = call
-        self._link.transmit(self, Request(call=call.number, pieces=body.pieces), body.frames)
+        self._counters.queue(len(self._pending))
+        self._transmit(Request(call=call.number, pieces=body.pieces), body.frames)
+
+    def _transmit(self, envelope: Request | Reply | Failure, body: Sequence[Buffer] = ()) -> None:
+        self._counters.sent(total_bytes(body))
+        self._link.transmit(self, envelope, body)
 
     def _forget(self, call: _Call) -> None:
-        if self._pending.pop(call.number, None) is not None:
+        if self._settle(call.number) is not None:
             self._link.transmit(self, Cancel(call=call.number))
+
+    def _settle(self, number: int) -> _Call | None:
+        """The call that waits for this reply, and waits no longer; None when nobody waits for it."""
+        call = self._pending.pop(number, None)
+        if call is not None:
+            self._counters.queue(len(self._pending))
+            self._counters.waited(time.monotonic() - call.start)
+        return call
 
     def limit(self, max_bytes: int) -> None:
         """Send no message larger than this, which is what the other side takes. For the endpoint."""
@@ -189,54 +225,63 @@ class Peer:
         if self._state != "open":
             return
         self._state, self._end = state, text
-        pending, self._pending = self._pending, {}
-        for call in pending.values():
-            call.reply.set_exception(self._lost(call))
+        for number in list(self._pending):
+            if call := self._settle(number):
+                call.reply.set_exception(self._lost(call))
         for task in self._tasks.values():
             task.cancel()
 
+    def count_refused(self) -> None:
+        """Count a message of this peer that was none. For the endpoint."""
+        self._counters.refused += 1
+
     def receive(self, envelope: Request | Reply | Failure | Cancel, frames: Sequence[Buffer]) -> None:
         """Take in one message of an open conversation. For the endpoint."""
+        if not isinstance(envelope, Cancel):
+            self._counters.received(total_bytes(frames))
         match envelope:
             case Request(call=number, pieces=pieces):
                 if number not in self._tasks:
-                    serving = self._serve(number, _Body(frames, pieces))
-                    self._tasks[number] = asyncio.get_running_loop().create_task(serving)
+                    task = asyncio.get_running_loop().create_task(self._serve(number, _Body(frames, pieces)))
+                    self._tasks[number] = task
+                    task.add_done_callback(lambda _: self._tasks.pop(number))  # one cancelled early never runs at all
             case Cancel(call=number):
                 if number in self._tasks:
                     self._tasks[number].cancel()
             case Reply(call=number, pieces=pieces):
-                if call := self._pending.pop(number, None):
+                if call := self._settle(number):
                     call.reply.set_result(_Body(frames, pieces))
+                else:
+                    self._counters.duplicates += 1
             case Failure(call=number, kind=kind, message=message):
-                if call := self._pending.pop(number, None):
+                if call := self._settle(number):
                     call.reply.set_exception(RemoteError(kind, message, peer=self._name))
+                elif kind != _CANCELLED:  # which would be the answer to our own Cancel
+                    self._counters.duplicates += 1
 
     async def _serve(self, number: int, body: _Body) -> None:
         protocol, handler = self._link.protocol, self._link.handler
         try:
             if handler is None:
                 raise RuntimeError("this endpoint has no handler: it makes calls, and takes none")
-            request = self._decode(body, protocol.requests)
+            request = self._read(body, protocol.requests)
             reply = await handler(self, request)
             if type(reply) not in members(protocol.replies):
                 raise TypeError(f"the handler returned a {type(reply).__name__}, which is no reply of the protocol")
             answer = self._encode(reply)
         except asyncio.CancelledError:
-            self._fail(number, "CancelledError", "the handler was cancelled")
+            self._fail(number, _CANCELLED, "the handler was cancelled")
             raise
         except Exception as error:  # it belongs to the caller, who gets it
             log.warning("the handler failed a call of %s", self._name, exc_info=True)
             self._fail(number, type(error).__name__, str(error))
         else:
             if self._state == "open":
-                self._link.transmit(self, Reply(call=number, pieces=answer.pieces), answer.frames)
-        finally:
-            del self._tasks[number]
+                self._transmit(Reply(call=number, pieces=answer.pieces), answer.frames)
 
     def _fail(self, number: int, kind: str, message: str) -> None:
         if self._state == "open":
-            self._link.transmit(self, Failure(call=number, kind=kind, message=message))
+            self._transmit(Failure(call=number, kind=kind, message=message))
 
 
 Handler = Callable[[Peer, Any], Awaitable[Any]]

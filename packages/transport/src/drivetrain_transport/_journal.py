@@ -1,0 +1,258 @@
+"""Which messages are handled, on disk: what survives the process that handled them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from drivetrain_transport._errors import AlreadyHandled
+from drivetrain_transport._streams_numbers import Numbers
+
+_COMPACT_EVERY = 251  # prime, so that streams that take turns all get theirs
+_TABLES = """
+CREATE TABLE IF NOT EXISTS drivetrain_prefix (stream TEXT PRIMARY KEY, below INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS drivetrain_handled
+    (stream TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (stream, number)) WITHOUT ROWID;
+"""
+
+
+class Identified(Protocol):
+    """What a journal needs of a delivery."""
+
+    recorded: bool
+
+    @property
+    def stream(self) -> str: ...
+    @property
+    def number(self) -> int: ...
+    def ack(self) -> None: ...
+
+
+class Journal:
+    """A file that says which messages of which streams are handled. The receivers of one host share it.
+
+    It makes "handled exactly once" true although every process may be killed at any moment:
+
+        journal = Journal("run/handled.sqlite")
+        receiver = WorkReceiver.connect(address, type=Sample, journal=journal)
+        ...
+        delivery = receiver.receive(timeout=60)
+        with contextlib.suppress(AlreadyHandled), journal.handling(delivery) as connection:
+            connection.execute("INSERT INTO results VALUES (?, ?)", (delivery.number, delivery.value.score))
+
+    The effect and the mark are one transaction. Killed before its end, neither is there, and the message is delivered
+    again. Killed after it, both are there: whoever gets the message again finds the mark and drops it. Two receivers
+    that have the same message in their hands at once (a link was cut, and the sender gave it to another) are told
+    apart by the mark as well: the second gets `AlreadyHandled`. An effect outside of the transaction (a file, a
+    model's update) happens at least once: before the mark it may be repeated, after it could be lost.
+
+    The file is SQLite in WAL mode. It must lie on a disk of this host, not on a network file system. A killed process
+    loses nothing. A power cut may lose the last transactions, effect and mark together, and leaves the file whole; the
+    senders have been told of those messages, so only one that asks again (`WorkSender.resume`) sends them again.
+
+    Its size is that of the gaps, not of the stream: what is handled without a gap from 0 on is one number.
+
+    May be used from several threads, of which one at a time is in a transaction, and from several processes, each with
+    a Journal of its own: after a fork, make a new one.
+    """
+
+    def __init__(self, path: str | Path, *, timeout: float = 30.0) -> None:
+        """Open the file, or make it.
+
+        Args:
+            path: The file; its folder must exist.
+            timeout: Seconds to wait for other processes' transactions.
+
+        Raises:
+            OSError: It cannot be opened or made.
+            ValueError: It is there and is no SQLite file.
+        """
+        self.path = Path(path)
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._reading = threading.Lock()
+        self._process = os.getpid()
+        self._marks = 0
+        self._writer = self._connect()
+        try:
+            self._reader = self._connect()
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def is_handled(self, stream: str, number: int) -> bool:
+        """Whether a message is handled, as far as any process has recorded it by now."""
+        self._check_process()
+        with self._reading, self._named():
+            return _is_handled(self._reader, stream, number)
+
+    def handled(self, stream: str) -> Numbers:
+        """The numbers of a stream that are handled."""
+        self._check_process()
+        with self._reading, self._named():
+            self._reader.execute("BEGIN")
+            try:
+                below = _below(self._reader, stream)
+                rows = self._reader.execute(
+                    "SELECT number FROM drivetrain_handled WHERE stream = ? AND number >= ?", (stream, below)
+                ).fetchall()
+            finally:
+                self._reader.execute("COMMIT")
+        numbers = Numbers(below)
+        for (number,) in rows:
+            numbers.add(number)
+        return numbers
+
+    def record(self, stream: str, number: int) -> bool:
+        """Record a message as handled; False when it was so already."""
+        with self.transaction() as connection:
+            return self._mark(connection, stream, number)
+
+    @contextlib.contextmanager
+    def handling(self, delivery: Identified) -> Iterator[sqlite3.Connection]:
+        """Handle a message in one transaction with its mark; acknowledge it when that is committed.
+
+        Other processes' transactions wait meanwhile: do the long part of the work before. When the block raises,
+        nothing was recorded and the delivery is still in your hands: handle it again, or reject it.
+
+        Raises:
+            AlreadyHandled: Another receiver has recorded it. The block was not entered, the message is acknowledged.
+            TimeoutError: Another process was in a transaction for all of the timeout; names the file.
+        """
+        with self.transaction() as connection:
+            fresh = self._mark(connection, delivery.stream, delivery.number)
+            if fresh:
+                yield connection
+        delivery.recorded = True
+        delivery.ack()
+        if not fresh:
+            raise AlreadyHandled(f"message {delivery.number} of stream {delivery.stream!r} was handled already")
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """A transaction of your own in the file, for tables of your own; rolled back when the block raises.
+
+        Raises:
+            TimeoutError: Another thread or process was in one for all of the timeout; names the file.
+            RuntimeError: This thread is in one, or the journal was opened before a fork.
+        """
+        self._check_process()
+        if self._owner == threading.get_ident():
+            raise RuntimeError(
+                f"this thread is in a transaction of the journal {self.path} already: end that one first"
+            )
+        if not self._lock.acquire(timeout=self._timeout):
+            raise TimeoutError(f"the journal {self.path} was in another thread's transaction for {self._timeout:g} s")
+        try:
+            self._owner = threading.get_ident()
+            with self._named():
+                self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                with self._named():
+                    self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:  # a full disk ends it by itself
+                    self._writer.execute("ROLLBACK")
+                raise
+        finally:
+            self._owner = 0
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if os.getpid() == self._process:
+            with self._lock, self._reading:
+                self._writer.close()
+                self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            connection = sqlite3.connect(
+                self.path, timeout=self._timeout, isolation_level=None, check_same_thread=False, cached_statements=256
+            )
+        except sqlite3.OperationalError as error:
+            raise OSError(f"cannot open the journal {self.path}: {error}") from error
+        try:
+            with self._named():
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                connection.executescript(_TABLES)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, sqlite3.OperationalError):
+                raise OSError(f"cannot open the journal {self.path}: {error}") from error
+            if isinstance(error, sqlite3.DatabaseError):
+                raise ValueError(f"{self.path} is no journal, choose another file: {error}") from error
+            raise
+        return connection
+
+    def _mark(self, connection: sqlite3.Connection, stream: str, number: int) -> bool:
+        below = _below(connection, stream)
+        if number < below:
+            return False
+        made = connection.execute("INSERT OR IGNORE INTO drivetrain_handled VALUES (?, ?)", (stream, number))
+        if not made.rowcount:
+            return False
+        self._marks += 1
+        if self._marks % _COMPACT_EVERY == 0:
+            _compact(connection, stream, below)
+        return True
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise
+            raise TimeoutError(
+                f"the journal {self.path} was in another process's transaction for {self._timeout:g} s"
+            ) from error
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(f"the journal {self.path} was opened before the fork: open it again in this process")
+
+
+def _below(connection: sqlite3.Connection, stream: str) -> int:
+    row = connection.execute("SELECT below FROM drivetrain_prefix WHERE stream = ?", (stream,)).fetchone()
+    return int(row[0]) if row else 0
+
+
+def _is_handled(connection: sqlite3.Connection, stream: str, number: int) -> bool:
+    row = connection.execute(
+        "SELECT EXISTS (SELECT 1 FROM drivetrain_prefix WHERE stream = ?1 AND below > ?2)"
+        " OR EXISTS (SELECT 1 FROM drivetrain_handled WHERE stream = ?1 AND number = ?2)",
+        (stream, number),
+    ).fetchone()
+    return bool(row[0])
+
+
+def _compact(connection: sqlite3.Connection, stream: str, below: int) -> None:
+    """Turn the rows without a gap behind the prefix into the prefix."""
+    first = below
+    for (number,) in connection.execute(
+        "SELECT number FROM drivetrain_handled WHERE stream = ? ORDER BY number", (stream,)
+    ):
+        if number != below:
+            break
+        below += 1
+    if below > first:
+        connection.execute("DELETE FROM drivetrain_handled WHERE stream = ? AND number < ?", (stream, below))
+        connection.execute("INSERT OR REPLACE INTO drivetrain_prefix VALUES (?, ?)", (stream, below))
