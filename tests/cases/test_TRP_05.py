@@ -175,6 +175,7 @@ def test_an_exception_in_an_asyncio_task() -> None:
 def test_a_signal_during_a_call(number: signal.Signals) -> None:
     script = COMMON + textwrap.dedent(
         """
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         server = Endpoint.bind(protocol=protocol)
         Endpoint.connect(server.address, protocol=protocol, handler=never)
@@ -190,7 +191,10 @@ def test_a_signal_during_a_call(number: signal.Signals) -> None:
         assert running.stdout.readline() == "calling\n"
         start = time.monotonic()
         os.kill(running.pid, number)
-        _, errors = running.communicate(timeout=60)
+        try:
+            _, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()
         assert time.monotonic() - start < SECONDS
     if number == signal.SIGINT:
         assert running.returncode == -signal.SIGINT

@@ -16,8 +16,8 @@ with atheris.instrument_imports(include=["drivetrain_transport"]):
     import msgspec
     import numpy as np
     from drivetrain_transport import FrameError, decode, encode
-    from drivetrain_transport._envelopes import unpack
-    from drivetrain_transport._pieces import join
+    from drivetrain_transport._endpoints.envelopes import unpack
+    from drivetrain_transport._endpoints.pieces import join
 
 
 class Leaf(msgspec.Struct, tag=True):

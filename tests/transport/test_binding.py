@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 from drivetrain_transport import Endpoint, Keys, Peer, PeerRefused, Protocol, make_keys
-from drivetrain_transport._envelopes import Attach, Goodbye, Hello, Reply, Request, pack, unpack
+from drivetrain_transport._endpoints.envelopes import Attach, Goodbye, Hello, Reply, Request, pack, unpack
 
 
 class Ask(msgspec.Struct, tag=True):

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import torch
 from drivetrain_transport import FrameError, decode, encode
-from drivetrain_transport._envelopes import Request, pack, unpack
-from drivetrain_transport._pieces import join
+from drivetrain_transport._endpoints.envelopes import Request, pack, unpack
+from drivetrain_transport._endpoints.pieces import join
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

@@ -1,6 +1,6 @@
 import pytest
 from drivetrain_transport import FrameError
-from drivetrain_transport._pieces import PIECE_BYTES, join, split
+from drivetrain_transport._endpoints.pieces import PIECE_BYTES, join, split
 
 
 def test_frames_come_back_whole_and_writable() -> None:

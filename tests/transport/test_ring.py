@@ -195,7 +195,7 @@ def test_a_message_of_the_wrong_type_is_dropped_by_name_and_the_next_one_comes()
 def test_a_record_with_false_sizes_is_refused(index: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with pair() as (sender, receiver):
         false = np.array(index, dtype=np.uint64).tobytes()
-        monkeypatch.setattr("drivetrain_transport._ring.index", lambda sizes: false)
+        monkeypatch.setattr("drivetrain_transport._rings.ring.index", lambda sizes: false)
         sender.send_frames([bytes(100)], timeout=1)
         if index == [0, 1 << 62]:
             monkeypatch.undo()

@@ -262,8 +262,8 @@ def test_any_order_of_sends_leases_and_releases_keeps_every_byte(actions: list[t
 
 
 def test_where_the_system_has_no_futex_and_no_clocklock_it_works_by_looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain_transport._futex._CALLS", {})
-    monkeypatch.setattr("drivetrain_transport._locks._clocklock", lambda: None)
+    monkeypatch.setattr("drivetrain_transport._rings.futex._CALLS", {})
+    monkeypatch.setattr("drivetrain_transport._rings.locks._clocklock", lambda: None)
     with pair(4096, max_records=4) as (sender, receiver), ThreadPoolExecutor(4) as pool:
         sums = [pool.submit(lambda: sum(receive_one(receiver) for _ in range(200))) for _ in range(2)]
         sending = [pool.submit(lambda: [sender.send(number, timeout=30) for number in range(200)]) for _ in range(2)]

@@ -9,9 +9,9 @@ import pytest
 STEPS = """
 import os, signal, sys, time
 from drivetrain_transport import Ring
-from drivetrain_transport._ring_hand import RingHand
-from drivetrain_transport._ring_lease import Loan
-from drivetrain_transport._ring_state import Record
+from drivetrain_transport._rings.hand import RingHand
+from drivetrain_transport._rings.lease import Loan
+from drivetrain_transport._rings.state import Record
 
 class Fatal:
     '''The shared words, with a SIGKILL in place of one store.'''
@@ -93,7 +93,7 @@ def reap(ring, stores):
     ring._hand._reap(time.monotonic())
 
 def attach(ring, stores):
-    from drivetrain_transport import _ring_state
+    from drivetrain_transport._rings import state as _ring_state
     plain = _ring_state.RingState.__init__
     def fatal(self, memory, **fresh):
         plain(self, memory, **fresh)

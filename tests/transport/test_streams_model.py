@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from drivetrain_transport import FrameError, StreamTaken
 from drivetrain_transport._stats import Counters
-from drivetrain_transport._streams_inbox import Entry, Inbox
-from drivetrain_transport._streams_numbers import Numbers, check, each, to_ranges
-from drivetrain_transport._streams_window import Lane, Window
-from drivetrain_transport._streams_wire import SPAN, Item, Join, Push, Settle
+from drivetrain_transport._streams.inbox import Entry, Inbox
+from drivetrain_transport._streams.numbers import Numbers, check, each, to_ranges
+from drivetrain_transport._streams.window import Lane, Window
+from drivetrain_transport._streams.wire import SPAN, Item, Join, Push, Settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from drivetrain_transport._address import parse_address
-from drivetrain_transport._endpoint import Endpoint
+from drivetrain_transport._endpoints.endpoint import Endpoint
+from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._errors import GroupBroken, PeerLost
 from drivetrain_transport._keys import Keys
-from drivetrain_transport._peer import Peer
 from drivetrain_transport.device._table import Table
 from drivetrain_transport.device._words import (
     PROTOCOL,

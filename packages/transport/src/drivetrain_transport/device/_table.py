@@ -12,8 +12,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._errors import PeerLost, RemoteError
-from drivetrain_transport._peer import Peer
 from drivetrain_transport.device._words import (
     Absent,
     Attend,

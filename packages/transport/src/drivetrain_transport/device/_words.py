@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from drivetrain_transport._protocol import Protocol
+from drivetrain_transport._endpoints.protocol import Protocol
 
 
 class Join(msgspec.Struct, tag=True, frozen=True, kw_only=True):

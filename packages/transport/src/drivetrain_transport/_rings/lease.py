@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from drivetrain_transport._errors import FrameError
-from drivetrain_transport._ring_state import ALIGNMENT, Record
+from drivetrain_transport._rings.state import ALIGNMENT, Record
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

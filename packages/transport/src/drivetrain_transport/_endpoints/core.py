@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
-from drivetrain_transport._envelopes import Envelope
+from drivetrain_transport._endpoints.envelopes import Envelope
+from drivetrain_transport._endpoints.peer import Handler, Peer
+from drivetrain_transport._endpoints.protocol import Protocol
 from drivetrain_transport._keys import Keys
-from drivetrain_transport._peer import Handler, Peer
-from drivetrain_transport._protocol import Protocol
 from drivetrain_transport._stats import ChannelStats
 
 if TYPE_CHECKING:

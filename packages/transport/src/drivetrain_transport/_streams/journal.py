@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from drivetrain_transport._errors import AlreadyHandled
-from drivetrain_transport._streams_numbers import Numbers
+from drivetrain_transport._streams.numbers import Numbers
 
 _COMPACT_EVERY = 251  # prime, so that streams that take turns all get theirs
 _TABLES = """

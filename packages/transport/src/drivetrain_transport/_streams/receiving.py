@@ -9,16 +9,16 @@ import secrets
 import socket
 from typing import Any
 
-from drivetrain_transport._core import Core
+from drivetrain_transport._endpoints.core import Core
+from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._errors import PeerLost, RemoteError
-from drivetrain_transport._journal import Journal
 from drivetrain_transport._keys import Keys
-from drivetrain_transport._peer import Peer
 from drivetrain_transport._stats import Counters
-from drivetrain_transport._streams_gate import Gate
-from drivetrain_transport._streams_inbox import Inbox, Source
-from drivetrain_transport._streams_links import Links, Owner, Terms
-from drivetrain_transport._streams_wire import HEADROOM, PROTOCOL, TAKEN, Join, Offer, Push, Settle, Taken
+from drivetrain_transport._streams.gate import Gate
+from drivetrain_transport._streams.inbox import Inbox, Source
+from drivetrain_transport._streams.journal import Journal
+from drivetrain_transport._streams.links import Links, Owner, Terms
+from drivetrain_transport._streams.wire import HEADROOM, PROTOCOL, TAKEN, Join, Offer, Push, Settle, Taken
 
 _CALL_S = 600.0
 

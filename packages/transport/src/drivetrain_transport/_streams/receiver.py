@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from drivetrain_transport._codec.frames import MAX_BYTES
 from drivetrain_transport._errors import FrameError
-from drivetrain_transport._frames import MAX_BYTES
-from drivetrain_transport._journal import Journal
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._stats import ChannelStats
-from drivetrain_transport._streams_inbox import Entry
-from drivetrain_transport._streams_receiving import Receiving, make_engine
-from drivetrain_transport._streams_wire import from_frames
+from drivetrain_transport._streams.inbox import Entry
+from drivetrain_transport._streams.journal import Journal
+from drivetrain_transport._streams.receiving import Receiving, make_engine
+from drivetrain_transport._streams.wire import from_frames
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from drivetrain_transport._frames import decode, encode
-from drivetrain_transport._protocol import Protocol
-from drivetrain_transport._streams_numbers import Ranges
-from drivetrain_transport._tensors import Blob
+from drivetrain_transport._codec.frames import decode, encode
+from drivetrain_transport._codec.tensors import Blob
+from drivetrain_transport._endpoints.protocol import Protocol
+from drivetrain_transport._streams.numbers import Ranges
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -13,11 +13,11 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from typing import Protocol as Interface
 
-from drivetrain_transport._envelopes import Cancel, Envelope, Failure, Reply, Request
+from drivetrain_transport._codec.frames import decode, encode, total_bytes
+from drivetrain_transport._endpoints.envelopes import Cancel, Envelope, Failure, Reply, Request
+from drivetrain_transport._endpoints.pieces import join, split
+from drivetrain_transport._endpoints.protocol import Protocol, members
 from drivetrain_transport._errors import FrameError, PeerLost, RemoteError
-from drivetrain_transport._frames import decode, encode, total_bytes
-from drivetrain_transport._pieces import join, split
-from drivetrain_transport._protocol import Protocol, members
 from drivetrain_transport._stats import ChannelStats, Counters
 
 if TYPE_CHECKING:

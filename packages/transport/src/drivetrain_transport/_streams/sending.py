@@ -10,16 +10,16 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain_transport._core import Core
+from drivetrain_transport._endpoints.core import Core
+from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._errors import FrameError, PeerLost, RemoteError, StreamTaken
 from drivetrain_transport._keys import Keys
-from drivetrain_transport._peer import Peer
 from drivetrain_transport._stats import Counters
-from drivetrain_transport._streams_gate import Gate
-from drivetrain_transport._streams_links import Links, Owner, Terms
-from drivetrain_transport._streams_numbers import check
-from drivetrain_transport._streams_window import Lane, Message, Window
-from drivetrain_transport._streams_wire import (
+from drivetrain_transport._streams.gate import Gate
+from drivetrain_transport._streams.links import Links, Owner, Terms
+from drivetrain_transport._streams.numbers import check
+from drivetrain_transport._streams.window import Lane, Message, Window
+from drivetrain_transport._streams.wire import (
     BATCH_BYTES,
     HEADROOM,
     PROTOCOL,

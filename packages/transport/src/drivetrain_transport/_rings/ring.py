@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from drivetrain_transport._codec.frames import MAX_BYTES, decode, encode
 from drivetrain_transport._errors import FrameError
-from drivetrain_transport._frames import MAX_BYTES, decode, encode
-from drivetrain_transport._ring_hand import RingHand
-from drivetrain_transport._ring_lease import Lease, Loan, index, layout, split
-from drivetrain_transport._ring_memory import make_memory, open_memory
-from drivetrain_transport._ring_state import Record, data_offset
+from drivetrain_transport._rings.hand import RingHand
+from drivetrain_transport._rings.lease import Lease, Loan, index, layout, split
+from drivetrain_transport._rings.memory import make_memory, open_memory
+from drivetrain_transport._rings.state import Record, data_offset
 from drivetrain_transport._stats import ChannelStats
 
 if TYPE_CHECKING:

@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from drivetrain_transport._codec.tensors import (
+    MAX_DIMENSIONS,
+    TooLarge,
+    WireTensor,
+    check_target,
+    fill,
+    from_wire,
+    to_wire,
+)
 from drivetrain_transport._errors import FrameError
-from drivetrain_transport._tensors import MAX_DIMENSIONS, TooLarge, WireTensor, check_target, fill, from_wire, to_wire
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from drivetrain_transport._forks import forget_in_children
-from drivetrain_transport._ring_lease import Loan
-from drivetrain_transport._ring_memory import RingMemory
-from drivetrain_transport._ring_state import SLICE, Record, RingState
+from drivetrain_transport._rings.lease import Loan
+from drivetrain_transport._rings.memory import RingMemory
+from drivetrain_transport._rings.state import SLICE, Record, RingState
 from drivetrain_transport._stats import Counters
 
 T = TypeVar("T")

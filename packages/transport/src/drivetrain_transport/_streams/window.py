@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from drivetrain_transport._codec.tensors import Blob
 from drivetrain_transport._errors import FrameError
 from drivetrain_transport._stats import Counters
-from drivetrain_transport._streams_numbers import Numbers, each
-from drivetrain_transport._streams_wire import SPAN, Offer, Settle
-from drivetrain_transport._tensors import Blob
+from drivetrain_transport._streams.numbers import Numbers, each
+from drivetrain_transport._streams.wire import SPAN, Offer, Settle
 
 
 @dataclass(slots=True, eq=False)

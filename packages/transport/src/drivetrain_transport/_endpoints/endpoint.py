@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import Self
 
 from drivetrain_transport._address import parse_address
-from drivetrain_transport._binding import Binding
-from drivetrain_transport._connecting import Connecting
-from drivetrain_transport._frames import MAX_BYTES
+from drivetrain_transport._codec.frames import MAX_BYTES
+from drivetrain_transport._endpoints.binding import Binding
+from drivetrain_transport._endpoints.connecting import Connecting
+from drivetrain_transport._endpoints.peer import Handler, Peer, PeerState
+from drivetrain_transport._endpoints.protocol import Protocol
 from drivetrain_transport._keys import Keys
-from drivetrain_transport._peer import Handler, Peer, PeerState
-from drivetrain_transport._protocol import Protocol
 from drivetrain_transport._stats import ChannelStats
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from drivetrain_transport._address import Address, check_connect, needs_ipv6
-from drivetrain_transport._core import FAREWELL_S, Core
-from drivetrain_transport._envelopes import (
+from drivetrain_transport._endpoints.core import FAREWELL_S, Core
+from drivetrain_transport._endpoints.envelopes import (
     Attach,
     Attached,
     Cancel,
@@ -28,11 +28,11 @@ from drivetrain_transport._envelopes import (
     pack,
     unpack,
 )
+from drivetrain_transport._endpoints.peer import Handler, Peer
+from drivetrain_transport._endpoints.protocol import Protocol
+from drivetrain_transport._endpoints.wire import Wire
 from drivetrain_transport._errors import FrameError, PeerLost, PeerRefused
 from drivetrain_transport._keys import Keys
-from drivetrain_transport._peer import Handler, Peer
-from drivetrain_transport._protocol import Protocol
-from drivetrain_transport._wire import Wire
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain_transport._address import check_connect, parse_address
-from drivetrain_transport._binding import Binding
-from drivetrain_transport._connecting import Connecting
-from drivetrain_transport._core import Core
+from drivetrain_transport._endpoints.binding import Binding
+from drivetrain_transport._endpoints.connecting import Connecting
+from drivetrain_transport._endpoints.core import Core
+from drivetrain_transport._endpoints.peer import Peer
+from drivetrain_transport._endpoints.protocol import Protocol
 from drivetrain_transport._errors import PeerRefused
 from drivetrain_transport._keys import Keys
-from drivetrain_transport._peer import Peer
-from drivetrain_transport._protocol import Protocol
 
 _ATTEMPT_S = 5.0
 """For one meeting; several round trips of a slow network fit in it."""

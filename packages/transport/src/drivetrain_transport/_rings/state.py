@@ -40,9 +40,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from drivetrain_transport import _futex
-from drivetrain_transport._locks import RobustLock, hold, is_held
-from drivetrain_transport._ring_memory import RingMemory
+from drivetrain_transport._rings import futex
+from drivetrain_transport._rings.locks import RobustLock, hold, is_held
+from drivetrain_transport._rings.memory import RingMemory
 
 T = TypeVar("T")
 
@@ -148,14 +148,14 @@ class RingState:
         words = self._words
         if words:
             address = self._signals[_ROOM_SIGNAL if for_room else _READY_SIGNAL]
-            _futex.wait(address, seen & 0xFFFFFFFF, max(min(seconds, SLICE), 0.0))
+            futex.wait(address, seen & 0xFFFFFFFF, max(min(seconds, SLICE), 0.0))
 
     def wake(self, *, for_room: bool) -> None:
         """Wake one who waits for a record, or all who wait for room: only they know how much they need."""
         words = self._words
         if words:
             address = self._signals[_ROOM_SIGNAL if for_room else _READY_SIGNAL]
-            _futex.wake(address, 0x7FFFFFFF if for_room else 1)
+            futex.wake(address, 0x7FFFFFFF if for_room else 1)
 
     def let_go(self) -> None:
         """Let the memory be unmapped, once nobody uses it."""

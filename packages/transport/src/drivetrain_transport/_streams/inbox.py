@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from drivetrain_transport._errors import FrameError, StreamTaken
 from drivetrain_transport._stats import Counters
-from drivetrain_transport._streams_numbers import Numbers, to_ranges
-from drivetrain_transport._streams_wire import Item, Join, Offer, Push, Settle, size_of
+from drivetrain_transport._streams.numbers import Numbers, to_ranges
+from drivetrain_transport._streams.wire import Item, Join, Offer, Push, Settle, size_of
 
 if TYPE_CHECKING:
-    from drivetrain_transport._peer import Peer
+    from drivetrain_transport._endpoints.peer import Peer
 
 _IDLE_STREAMS = 4096
 _RETIRED = 16

@@ -1,0 +1,1 @@
+"""The last value of a topic, for whoever comes whenever."""

@@ -1,0 +1,1 @@
+"""Objects and the tensors in them to frames, and back."""

@@ -1,0 +1,1 @@
+"""Typed calls between two processes over ZeroMQ."""

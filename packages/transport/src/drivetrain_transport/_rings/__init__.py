@@ -1,0 +1,1 @@
+"""Records in memory that the processes of a host share."""

@@ -1,0 +1,1 @@
+"""Work streams: every message is acknowledged, and handled once."""
