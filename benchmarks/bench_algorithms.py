@@ -128,7 +128,7 @@ LOSSES: dict[str, tuple[int, Loss, Loss]] = {
     "ppo_clip": (3, policy("ppo_clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0), bare_ppo),
     "decoupled_ppo": (
         4,
-        policy("decoupled_ppo", clip_low=0.2, clip_high=0.28, dual_clip=3.0, behaviour_clamp=5.0),
+        policy("decoupled_ppo", clip_low=0.2, clip_high=0.28, dual_clip=3.0, clamp=(0.0, 5.0)),
         bare_decoupled,
     ),
     "reinforce": (3, policy("reinforce"), lambda logprobs, _old, advantages, _mask: -advantages * logprobs),
@@ -139,7 +139,7 @@ LOSSES: dict[str, tuple[int, Loss, Loss]] = {
     "dppo_tv": (3, policy("dppo_tv", clip_low=0.2, clip_high=0.2), bare_dppo_tv),
     "dppo_kl": (3, policy("dppo_kl", clip_low=0.05, clip_high=0.05), bare_dppo_kl),
     "clipped_value_loss": (3, policy("clipped_value_loss", clip=0.2), bare_value),
-    "value_loss": (2, partial(algorithms.value_loss, kind="huber", delta=0.5), bare_huber),
+    "value_loss": (2, lambda *tensors: algorithms.value_loss(*tensors, kind="huber", delta=0.5).loss, bare_huber),
     "kl_estimate": (2, partial(algorithms.kl_estimate, kind="k3"), bare_k3),
     "entropy_bonus": (1, partial(algorithms.entropy_bonus, coef=0.01), lambda entropies, _mask: -0.01 * entropies),
     "sft_loss": (1, algorithms.sft_loss, lambda logprobs, _mask: -logprobs),

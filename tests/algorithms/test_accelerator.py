@@ -84,7 +84,7 @@ def per_token(x: Tensor, mask: Tensor, scores: Tensor, cu_seqlens: Tensor | None
         sequence_logprobs(logprobs, mask, average=True, cu_seqlens=cu_seqlens),
         loss,
         clipped_value_loss(new_values, values, returns, mask, clip=0.2).loss,
-        value_loss(new_values, returns, mask, kind="huber", delta=0.3),
+        value_loss(new_values, returns, mask, kind="huber", delta=0.3).loss,
         explained_variance(values, returns, mask),
         sft_loss(logprobs, mask),
         *(kl_estimate(logprobs, ref_logprobs, mask, kind=kind) for kind in kinds),
@@ -120,7 +120,7 @@ def per_sequence(scores: Tensor, group_ids: Tensor, mask: Tensor, lengths: Tenso
         overlong_penalty(lengths, max_length=33, buffer=10, penalty_factor=1.0),
         RewardNormalizer(clip=1.0).update(scores).normalize(scores),
         *dpo_loss(*pair, *pair[::-1], beta=0.1),
-        *reward_model_loss(*pair, margin=pair[0].abs(), centre_coef=0.01),
+        *reward_model_loss(*pair, margin=pair[0].abs(), center_coef=0.01),
     ]
 
 

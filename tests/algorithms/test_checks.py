@@ -69,3 +69,16 @@ def test_compiled_code_does_not_check() -> None:
     compiled = torch.compile(sft_loss, fullgraph=True, backend="aot_eager")
     with value_checks():
         assert compiled(BROKEN, EVERY).isnan().any()
+
+
+def test_names_of_its_own_parameters_are_names_too() -> None:
+    with pytest.raises(ValueError, match="mask is nan at token 1 of sequence 0"):
+        check_finite("mask", torch.tensor([[0.0, math.nan]]), torch.tensor([[True, True]]))
+
+
+def test_numbers_are_floating_point() -> None:
+    ids = torch.ones(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"logprobs has dtype torch\.int64; pass floating-point numbers"):
+        sft_loss(ids, torch.ones(1, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"logprobs has dtype torch\.complex64"):
+        sft_loss(ids.to(torch.complex64), torch.ones(1, 2, dtype=torch.bool))

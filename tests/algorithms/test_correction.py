@@ -456,3 +456,23 @@ def test_they_compile_whole(packed: bool) -> None:
         old, rollout, mask, there, cu_seqlens = batch(seed)
         inputs = (old[there], rollout[there], mask[there], cu_seqlens) if packed else (old, rollout, mask, None)
         torch.testing.assert_close(compiled(*inputs), everything(*inputs))
+
+
+def test_a_divergence_beyond_any_float_is_rejected() -> None:
+    old, rollout = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1e9, -2.0]])
+    result = reject_divergent(old, rollout, torch.tensor([[True, True]]), kind="k3", level="token", limit=1.0)
+    assert result.keep.tolist() == [[False, True]]
+    assert (result.divergence >= 0).all()
+
+
+@pytest.mark.parametrize("bounds", [2.0, (1.0,), (0.0, 1.0, 2.0)])
+def test_bounds_are_a_pair(bounds: object) -> None:
+    x = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match=r"must be \(low, high\), for instance"):
+        importance_weights(x, x, torch.ones(1, 2, dtype=torch.bool), level="token", clamp=bounds)  # type: ignore[arg-type]
+
+
+def test_bounds_are_kept_themselves() -> None:
+    x, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    assert importance_weights(x, x, mask, level="token", reject=(1.0, 2.0)).keep.all()
+    assert importance_weights(x, x, mask, level="token", reject=(0.5, 1.0)).keep.all()

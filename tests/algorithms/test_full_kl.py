@@ -380,3 +380,9 @@ def test_it_compiles_whole_for_any_number_of_slots(direction: KLDirection, chunk
             result = function(logits, ref_logits, mask)
             results.append((result, *torch.autograd.grad(result, logits)))
         torch.testing.assert_close(results[1], results[0])
+
+
+def test_jensen_shannon_of_distributions_far_apart() -> None:
+    logits, ref_logits = torch.tensor([[-95.0, 0.0, 0.0, 0.0]]), torch.tensor([[50.0, 0.0, 0.0, 0.0]])
+    divergence = full_vocabulary_kl(logits, ref_logits, torch.tensor([True]), direction="jensen_shannon")
+    assert divergence.item() == pytest.approx(math.log(2), rel=1e-5)

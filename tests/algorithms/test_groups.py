@@ -462,7 +462,7 @@ def test_misfits_are_named() -> None:
     rejects(r"lengths is -4 at index 2", lambda: group_advantages(s, g, **NAMED["OPO"], lengths=ids(1, 1, -4)))
     rejects(r"scores is -1.0 at index 1", lambda: group_advantages(torch.tensor([0.0, -1.0, 2.0]), g, **NAMED["MaxRL"]))
     rejects("k=0", lambda: pass_at_k_advantages(s, g, k=0))
-    rejects(r"rewards has shape \(3,\) with 1 weights", lambda: decoupled_group_advantages(s, g, weights=[1.0]))
+    rejects(r"scores has shape \(3,\) with 1 weights", lambda: decoupled_group_advantages(s, g, weights=[1.0]))
     rejects("with 1 weights", lambda: decoupled_group_advantages(torch.zeros(3, 2), g, weights=[1.0]))
     rejects(r"weights\[1\]=-1.0", lambda: decoupled_group_advantages(torch.zeros(3, 2), g, weights=[1.0, -1.0]))
     rejects(r"weights\[0\]=nan", lambda: decoupled_group_advantages(torch.zeros(3, 1), g, weights=[NAN]))
@@ -519,3 +519,16 @@ def test_what_is_not_checked_stays_in_its_group() -> None:
     assert maxrl[:2].tolist() == [-0.5, 0.5]
     assert maxrl.isnan().tolist() == [False, False, True, True, False]
     assert centred.tolist() == [-1.0, 1.0, -1.5, 1.5, 0.0]
+
+
+def test_a_flag_per_response_stays_a_flag() -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    spread = spread_over_tokens(torch.tensor([True, False]), mask)
+    assert spread.tolist() == [[True, True, False], [False, False, False]]
+    packed = spread_over_tokens(torch.tensor([True, False]), mask.flatten(), cu_seqlens=torch.tensor([0, 3, 6]))
+    assert torch.equal(packed, spread.flatten())
+
+
+def test_lengths_are_whole_numbers() -> None:
+    with pytest.raises(ValueError, match=r"lengths has dtype torch\.float32"):
+        group_advantages(torch.ones(2), ids(0, 0), baseline="optimal", scale="none", lengths=torch.tensor([1.5, 2.5]))

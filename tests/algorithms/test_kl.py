@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -183,7 +184,8 @@ def test_a_controller_that_loads_a_checkpoint_goes_on_exactly() -> None:
     half = start
     for observed_kl, num_samples in steps[:2]:
         half = half.update(observed_kl=observed_kl, num_samples=num_samples)
-    resumed = start.load_state_dict(json.loads(json.dumps(half.state_dict())))
+    saved = json.loads(json.dumps(half.state_dict()))
+    resumed = AdaptiveKL.from_state_dict(saved, target=start.target, horizon=start.horizon)
     for observed_kl, num_samples in steps[2:]:
         resumed = resumed.update(observed_kl=observed_kl, num_samples=num_samples)
     assert resumed == whole
@@ -192,13 +194,19 @@ def test_a_controller_that_loads_a_checkpoint_goes_on_exactly() -> None:
 
 def test_a_state_is_the_coefficient_and_nothing_else() -> None:
     assert AdaptiveKL(kl_coef=0.3, target=6.0, horizon=10).state_dict() == {"kl_coef": 0.3}
-    assert FixedKL(kl_coef=0.1).load_state_dict(FixedKL(kl_coef=0.3).state_dict()) == FixedKL(kl_coef=0.3)
-    for controller in (FixedKL(kl_coef=0.1), AdaptiveKL(kl_coef=0.1, target=6.0, horizon=10)):
+    assert FixedKL.from_state_dict(FixedKL(kl_coef=0.3).state_dict()) == FixedKL(kl_coef=0.3)
+    for restored in (FixedKL.from_state_dict, partial(AdaptiveKL.from_state_dict, target=6.0, horizon=10)):
         for state in ({}, {"value": 0.1}, {"kl_coef": 0.1, "target": 2.0}):
             with pytest.raises(ValueError, match="state has the keys"):
-                controller.load_state_dict(state)
+                restored(state)
         with pytest.raises(ValueError, match="kl_coef=nan"):
-            controller.load_state_dict({"kl_coef": math.nan})
+            restored({"kl_coef": math.nan})
+
+
+def test_a_divergence_in_a_tensor_leaves_a_number() -> None:
+    controller = AdaptiveKL(kl_coef=0.1, target=6.0, horizon=100).update(observed_kl=torch.tensor(6.3), num_samples=10)
+    assert type(controller.kl_coef) is float
+    assert controller.kl_coef == pytest.approx(0.1 * (1 + 0.05 * 0.1), rel=1e-5)
 
 
 def test_an_adaptive_coefficient_of_zero_never_moves() -> None:

@@ -238,3 +238,25 @@ def test_they_compile_whole(packed: bool) -> None:
         old, rollout, mask, there, cu_seqlens = batch(seed)
         inputs = (old[there], rollout[there], mask[there], cu_seqlens) if packed else (old, rollout, mask, None)
         torch.testing.assert_close(compiled(*inputs), metrics(*inputs), equal_nan=True)
+
+
+def test_a_policy_that_is_the_same_everywhere_has_no_correlation() -> None:
+    mask = torch.ones(1, 7, dtype=torch.bool)
+    constant = torch.full((1, 7), 0.1).log()
+    other = torch.rand(1, 7, generator=torch.Generator().manual_seed(0)).log()
+    assert mismatch_metrics(constant, other, mask).correlation.isnan()
+    assert mismatch_metrics(constant, constant, mask).correlation.isnan()
+    assert -1.0 <= mismatch_metrics(other, other, mask).correlation.item() <= 1.0
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.inf, math.nan])
+def test_what_is_not_finite_shows_in_every_number(bad: float) -> None:
+    old, rollout = torch.tensor([[bad, -1.0, -3.0]]), torch.tensor([[-1.0, -2.0, -0.5]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    assert torch.stack(mismatch_metrics(old, rollout, mask)).isnan().all()
+    assert torch.stack(mismatch_metrics(rollout, old, mask)).isnan().all()
+
+
+def test_k3_is_never_negative() -> None:
+    old, rollout = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1e9, -2.0]])
+    assert mismatch_metrics(old, rollout, torch.tensor([[True, True]])).k3.item() > 0

@@ -195,11 +195,11 @@ def test_decoupled_ppo_by_hand() -> None:
     (gradient,) = torch.autograd.grad(plain.loss.sum(), logprobs)
     assert gradient.tolist() == pytest.approx([0.0, 1.0, -2.0, 8.0])
 
-    clamped = decoupled_ppo(logprobs, proximal, behaviour, advantages, ones(4), behaviour_clamp=3.0, **bounds)
+    clamped = decoupled_ppo(logprobs, proximal, behaviour, advantages, ones(4), clamp=(0.0, 3.0), **bounds)
     assert clamped.loss.tolist() == pytest.approx([-0.6, 1.0, -1.5, 6.0])
     assert clamped.clipped.tolist() == [True, False, False, False]
 
-    rejected = decoupled_ppo(logprobs, proximal, behaviour, advantages, ones(4), behaviour_reject=3.0, **bounds)
+    rejected = decoupled_ppo(logprobs, proximal, behaviour, advantages, ones(4), reject=(0.0, 3.0), **bounds)
     assert rejected.loss.tolist() == pytest.approx([-0.6, 1.0, 0.0, 0.0])
     assert rejected.clipped.tolist() == [True, False, True, True]
     (gradient,) = torch.autograd.grad(rejected.loss.sum(), logprobs)
@@ -212,7 +212,7 @@ def test_decoupled_ppo_by_hand() -> None:
 def test_a_masked_slot_is_not_rejected_though_its_weight_counts_as_one() -> None:
     x = torch.zeros(2)
     mask = torch.tensor([True, False])
-    result = decoupled_ppo(x, x, x, x, mask, clip_low=0.2, clip_high=0.2, behaviour_reject=0.5)
+    result = decoupled_ppo(x, x, x, x, mask, clip_low=0.2, clip_high=0.2, reject=(0.0, 0.5))
     assert result.clipped.tolist() == [True, False]
 
 
@@ -237,7 +237,7 @@ def test_decoupled_ppo_hides_no_behaviour_that_is_not_finite(bad: float) -> None
     logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     behaviour = torch.tensor([[bad, -1.0]])
     for mask in (torch.tensor([[True, True]]), torch.tensor([[False, True]])):
-        for limits in ({}, {"behaviour_clamp": 2.0}, {"behaviour_reject": 2.0}):
+        for limits in ({}, {"clamp": (0.0, 2.0)}, {"reject": (0.0, 2.0)}):
             result = decoupled_ppo(
                 logprobs, logprobs.detach(), behaviour, ones(1, 2).float(), mask, clip_low=0.2, clip_high=0.2, **limits
             )
@@ -247,8 +247,8 @@ def test_decoupled_ppo_hides_no_behaviour_that_is_not_finite(bad: float) -> None
             if not mask[0, 0]:
                 assert (result.loss[0, 0].item(), gradient[0, 0].item()) == (0.0, 0.0)
             elif bad == -1000.0:
-                weight = {None: math.exp(20.0), 2.0: 2.0}[limits.get("behaviour_clamp")]
-                weight = 0.0 if "behaviour_reject" in limits else weight
+                weight = 2.0 if "clamp" in limits else math.exp(20.0)
+                weight = 0.0 if "reject" in limits else weight
                 assert gradient[0, 0].item() == pytest.approx(-weight)
             else:
                 assert result.loss[0, 0].isnan()
@@ -289,13 +289,20 @@ def test_gradients_of_the_other_losses_in_float64() -> None:
         ({"clip_low": -0.1, "clip_high": 0.2}, "clip_low=-0.1"),
         ({"clip_low": 0.2, "clip_high": -0.1}, "clip_high=-0.1"),
         ({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.5}, "dual_clip=0.5"),
-        ({"clip_low": 0.2, "clip_high": 0.2, "behaviour_clamp": 0.0}, "behaviour_clamp=0.0 must be above 0"),
-        ({"clip_low": 0.2, "clip_high": 0.2, "behaviour_reject": math.nan}, "behaviour_reject=nan must be above 0"),
+        ({"clip_low": 0.2, "clip_high": 0.2, "clamp": (2.0, 1.0)}, "clamp=.* must be .low, high."),
+        ({"clip_low": 0.2, "clip_high": 0.2, "reject": (0.0, math.nan)}, "reject=.* must be .low, high."),
     ],
 )
 def test_coefficients_of_decoupled_ppo_that_do_not_fit_are_named(coefficients: dict[str, float], message: str) -> None:
     x = torch.zeros(2)
     with pytest.raises(ValueError, match=message):
         decoupled_ppo(x, x, x, x, ones(2), **coefficients)
-    with pytest.raises(ValueError, match=r"behaviour_logprobs has shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"rollout_logprobs has shape \(1,\)"):
         decoupled_ppo(x, x, x[:1], x, ones(2), clip_low=0.2, clip_high=0.2)
+
+
+def test_approx_kl_is_never_negative() -> None:
+    result = ppo_clip(
+        torch.tensor([-1.0]), torch.tensor([-3e38]), torch.zeros(1), torch.tensor([True]), clip_low=0.2, clip_high=0.2
+    )
+    assert result.approx_kl.item() > 0

@@ -65,8 +65,8 @@ def decoupled(
         clip_low=0.2,
         clip_high=0.28,
         dual_clip=3.0,
-        behaviour_clamp=2.0,
-        behaviour_reject=4.0,
+        clamp=(0.0, 2.0),
+        reject=(0.0, 4.0),
     )
 
 

@@ -25,7 +25,7 @@ LOSSES = {
     "hinge": lambda *pairs: dpo_loss(*pairs, beta=0.5, kind="hinge"),
     "ipo": lambda *pairs: ipo_loss(*pairs, beta=0.5),
     "reward_model": lambda chosen, rejected, margin, _: reward_model_loss(
-        chosen, rejected, margin=margin.abs(), centre_coef=0.01
+        chosen, rejected, margin=margin.abs(), center_coef=0.01
     ),
 }
 finite = st.floats(-50.0, 50.0)
@@ -258,7 +258,7 @@ def test_reward_model_by_hand() -> None:
     assert with_margin.loss.tolist() == pytest.approx([math.log(4.0), LOG2, math.log(4.0)])
     assert with_margin.margins.tolist() == pytest.approx([LOG3, 0.0, -LOG3])
     assert with_margin.accurate.tolist() == [True, False, False]
-    centred = reward_model_loss(chosen, rejected, centre_coef=0.01)
+    centred = reward_model_loss(chosen, rejected, center_coef=0.01)
     assert centred.loss[1].item() == pytest.approx(LOG2 + 0.01 * (1.0 + 1.0) ** 2)
     assert torch.equal(centred.chosen_rewards, chosen)
     assert torch.equal(centred.rejected_rewards, rejected)
@@ -276,7 +276,7 @@ def test_centring_removes_the_freedom_that_preferences_leave() -> None:
     (free,) = torch.autograd.grad(reward_model_loss(chosen + offset, rejected + offset).loss.sum(), offset)
     assert free.item() == 0.0
     (held,) = torch.autograd.grad(
-        reward_model_loss(chosen + offset, rejected + offset, centre_coef=0.01).loss.sum(), offset
+        reward_model_loss(chosen + offset, rejected + offset, center_coef=0.01).loss.sum(), offset
     )
     assert held.item() == pytest.approx(2 * (2 * 0.01 * 8.0 * 2))  # two pairs, each 2 c (s + s') · 2 with s + s' = 8
 
@@ -403,8 +403,8 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         ipo_loss(two, two, two, two, beta=0)
     with pytest.raises(ValueError, match=r"margin has shape \(1,\)"):
         reward_model_loss(two, two, margin=one)
-    with pytest.raises(ValueError, match="centre_coef=-1"):
-        reward_model_loss(two, two, centre_coef=-1)
+    with pytest.raises(ValueError, match="center_coef=-1"):
+        reward_model_loss(two, two, center_coef=-1)
     with pytest.raises(ValueError, match="mask has dtype"):
         sequence_logprobs(torch.zeros(2, 3), torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"logprobs has shape \(2,\)"):
@@ -420,3 +420,19 @@ def test_value_checks_name_the_pair() -> None:
             reward_model_loss(good, good, margin=bad)
         with pytest.raises(ValueError, match="logprobs is nan at token 1 of sequence 0"):
             sequence_logprobs(bad.unsqueeze(0), torch.ones(1, 2, dtype=torch.bool))
+
+
+def test_long_packed_responses_lose_no_digits() -> None:
+    length = 32_768
+    logprobs = -3.0 * torch.rand(2, length, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, length, dtype=torch.bool)
+    truth = logprobs.double().sum(1)
+    packed = sequence_logprobs(logprobs.flatten(), mask.flatten(), cu_seqlens=torch.tensor([0, length, 2 * length]))
+    torch.testing.assert_close(packed.double(), truth, rtol=1e-7, atol=0.0)
+    assert torch.equal(packed, sequence_logprobs(logprobs, mask))
+
+
+def test_a_negative_margin_is_refused() -> None:
+    two = torch.zeros(2)
+    with pytest.raises(ValueError, match="margin"):
+        reward_model_loss(two, two, margin=torch.tensor([1.0, -5.0]))

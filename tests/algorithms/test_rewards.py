@@ -126,5 +126,5 @@ def test_misfits_are_named() -> None:
         token_rewards(torch.zeros(3), x, x, mask, kl_coef=0.1)
     with pytest.raises(ValueError, match=r"kl_coef=-0\.1"):
         token_rewards(torch.zeros(2), x, x, mask, kl_coef=-0.1)
-    with pytest.raises(ValueError, match=r"kind='k4'.*k1, abs, k2, k3"):
+    with pytest.raises(ValueError, match=r"kl='k4'.*k1, abs, k2, k3"):
         token_rewards(torch.zeros(2), x, x, mask, kl_coef=0.1, kl="k4")  # type: ignore[arg-type]

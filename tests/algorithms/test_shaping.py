@@ -332,3 +332,15 @@ def test_compiles_without_a_graph_break(function: Callable[[Tensor], Tensor]) ->
     scores = 2.0 * torch.randn(6, generator=torch.Generator().manual_seed(0))
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(scores), function(scores))
+
+
+def test_limits_beyond_int32() -> None:
+    lengths = torch.tensor([100], dtype=torch.int32)
+    assert overlong_penalty(lengths, max_length=2**33, buffer=10, penalty_factor=1.0).tolist() == [0.0]
+
+
+def test_a_small_scale_is_a_scale() -> None:
+    scores = torch.tensor([1e9, 1e9 + 5, 1e9 + 10], dtype=torch.float64)
+    assert RewardNormalizer().update(scores).normalize(scores).tolist() == [-1.0, 0.0, 1.0]
+    tiny = torch.tensor([1e-9, 2e-9, 3e-9])
+    torch.testing.assert_close(RewardNormalizer().update(tiny).normalize(tiny), torch.tensor([-1.0, 0.0, 1.0]))

@@ -105,10 +105,10 @@ def test_plain_losses_by_hand() -> None:
     # errors 3, -0.5, -2, with delta 1: 1 (3 - 1/2), 1/2 (1/2)², 1 (2 - 1/2)
     new_values = torch.tensor([4.0, 0.5, -1.0], requires_grad=True)
     returns = torch.ones(3)
-    squared = value_loss(new_values, returns, ALL)
+    squared = value_loss(new_values, returns, ALL).loss
     assert squared.tolist() == [4.5, 0.125, 2.0]
     assert torch.autograd.grad(squared.sum(), new_values)[0].tolist() == [3.0, -0.5, -2.0]
-    huber = value_loss(new_values, returns, ALL, kind="huber", delta=1.0)
+    huber = value_loss(new_values, returns, ALL, kind="huber", delta=1.0).loss
     assert huber.tolist() == [2.5, 0.125, 1.5]
     assert torch.autograd.grad(huber.sum(), new_values)[0].tolist() == [1.0, -0.5, -1.0]
 
@@ -117,7 +117,7 @@ def test_huber_is_torchs_huber() -> None:
     new_values, returns = torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     mask = torch.ones(50, dtype=torch.bool)
     expected = torch.nn.functional.huber_loss(new_values, returns, reduction="none", delta=0.4)
-    torch.testing.assert_close(value_loss(new_values, returns, mask, kind="huber", delta=0.4), expected)
+    torch.testing.assert_close(value_loss(new_values, returns, mask, kind="huber", delta=0.4).loss, expected)
 
 
 @pytest.mark.parametrize(("kind", "delta"), LOSSES)
@@ -125,7 +125,7 @@ def test_no_clipping_is_the_plain_loss(kind: ValueLossKind, delta: float | None)
     new_values, values, returns = torch.randn(3, 20, generator=torch.Generator().manual_seed(8))
     mask = torch.rand(20, generator=torch.Generator().manual_seed(9)) > 0.3
     clipped = clipped_value_loss(new_values, values, returns, mask, clip=math.inf, kind=kind, delta=delta)
-    torch.testing.assert_close(clipped.loss, value_loss(new_values, returns, mask, kind=kind, delta=delta))
+    torch.testing.assert_close(clipped.loss, value_loss(new_values, returns, mask, kind=kind, delta=delta).loss)
 
 
 def test_the_clipped_huber_loss_by_hand() -> None:
@@ -151,7 +151,7 @@ def test_masked_slots_of_the_plain_loss(kind: ValueLossKind, delta: float | None
         inputs = [torch.full((3,), 0.5), torch.zeros(3)]
         inputs[position][1] = garbage
         new_values = inputs[0].requires_grad_()
-        result = value_loss(*inputs, mask, kind=kind, delta=delta)
+        result = value_loss(*inputs, mask, kind=kind, delta=delta).loss
         result.sum().backward()
         assert result.tolist() == [0.125, 0.0, 0.125]
         assert new_values.grad is not None
@@ -161,7 +161,7 @@ def test_masked_slots_of_the_plain_loss(kind: ValueLossKind, delta: float | None
 @pytest.mark.parametrize(("kind", "delta"), LOSSES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_unmasked_nan_and_inf_show_in_the_plain_loss(kind: ValueLossKind, delta: float | None, bad: float) -> None:
-    result = value_loss(torch.tensor([bad, 0.0, 0.0]), torch.zeros(3), ALL, kind=kind, delta=delta)
+    result = value_loss(torch.tensor([bad, 0.0, 0.0]), torch.zeros(3), ALL, kind=kind, delta=delta).loss
     assert result.isfinite().tolist() == [False, True, True]
 
 
@@ -171,7 +171,7 @@ def test_gradients_of_every_kind_in_float64(kind: ValueLossKind, delta: float | 
     new_values, values, returns = torch.randn(3, 12, dtype=torch.float64, generator=generator)
     mask = torch.rand(12, generator=generator) > 0.3
     new_values.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: value_loss(x, returns, mask, kind=kind, delta=delta), new_values)
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, returns, mask, kind=kind, delta=delta).loss, new_values)
     assert torch.autograd.gradcheck(
         lambda x: clipped_value_loss(x, values, returns, mask, clip=0.5, kind=kind, delta=delta).loss, new_values
     )
@@ -180,7 +180,7 @@ def test_gradients_of_every_kind_in_float64(kind: ValueLossKind, delta: float | 
 def test_no_gradient_flows_to_returns_and_old_values() -> None:
     new_values, values, returns = (torch.tensor([x, x, x], requires_grad=True) for x in (1.0, 2.0, 4.0))
     (
-        clipped_value_loss(new_values, values, returns, ALL, clip=0.5).loss + value_loss(new_values, returns, ALL)
+        clipped_value_loss(new_values, values, returns, ALL, clip=0.5).loss + value_loss(new_values, returns, ALL).loss
     ).sum().backward()
     assert values.grad is None
     assert returns.grad is None
@@ -193,7 +193,7 @@ def test_micro_batches_sum_to_the_whole(kind: ValueLossKind, delta: float | None
     denominator = loss_denominator(mask, mode="token_mean")
 
     def total(rows: slice) -> Tensor:
-        loss = value_loss(new_values[rows], returns[rows], mask[rows], kind=kind, delta=delta)
+        loss = value_loss(new_values[rows], returns[rows], mask[rows], kind=kind, delta=delta).loss
         return aggregate(loss, mask[rows], mode="token_mean", denominator=denominator)
 
     parts = [total(slice(0, 1)), total(slice(1, 4)), total(slice(4, 6))]
@@ -203,7 +203,7 @@ def test_micro_batches_sum_to_the_whole(kind: ValueLossKind, delta: float | None
 def test_a_batch_of_nothing_but_masked_slots_gives_zero() -> None:
     new_values = torch.full((2, 3), math.nan, requires_grad=True)
     mask = torch.zeros(2, 3, dtype=torch.bool)
-    loss = value_loss(new_values, torch.full((2, 3), math.nan), mask)
+    loss = value_loss(new_values, torch.full((2, 3), math.nan), mask).loss
     aggregate(loss, mask, mode="token_mean", denominator=0.0).backward()
     assert new_values.grad is not None
     assert not loss.any()
@@ -219,13 +219,13 @@ def test_properties_of_the_huber_loss(errors: list[float], delta: float, shift: 
     returns = torch.full_like(error, shift)
     mask = torch.ones(len(errors), dtype=torch.bool)
     new_values = (returns + error).requires_grad_()
-    huber = value_loss(new_values, returns, mask, kind="huber", delta=delta)
-    squared = value_loss(new_values, returns, mask)
+    huber = value_loss(new_values, returns, mask, kind="huber", delta=delta).loss
+    squared = value_loss(new_values, returns, mask).loss
     (gradient,) = torch.autograd.grad(huber.sum(), new_values)
     assert (huber >= 0).all()
     assert (huber <= squared * (1 + 1e-12)).all()
     assert (gradient.abs() <= delta).all()
-    mirrored = value_loss(returns - error, returns, mask, kind="huber", delta=delta)
+    mirrored = value_loss(returns - error, returns, mask, kind="huber", delta=delta).loss
     torch.testing.assert_close(mirrored, huber.detach(), rtol=1e-9, atol=1e-9)
 
 
@@ -282,7 +282,7 @@ def test_shapes_dtypes_and_values_are_named() -> None:
 @pytest.mark.parametrize(("kind", "delta"), LOSSES)
 def test_they_compile_whole(kind: ValueLossKind, delta: float | None) -> None:
     def loss(new_values: Tensor, values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-        plain = value_loss(new_values, returns, mask, kind=kind, delta=delta)
+        plain = value_loss(new_values, returns, mask, kind=kind, delta=delta).loss
         clipped = clipped_value_loss(new_values, values, returns, mask, clip=0.3, kind=kind, delta=delta)
         return (plain + clipped.loss).sum() + explained_variance(values, returns, mask)
 
@@ -294,3 +294,24 @@ def test_they_compile_whole(kind: ValueLossKind, delta: float | None) -> None:
         result = function(new_values, inputs[1], inputs[2], inputs[0] > -0.5)
         results.append((result, *torch.autograd.grad(result, new_values)))
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_the_trust_region_is_seen_to_the_last_bit() -> None:
+    far = clipped_value_loss(
+        torch.tensor([0.1]), torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([True]), clip=math.inf
+    )
+    assert far.loss.item() == pytest.approx(0.5 * 0.9**2)
+    assert not far.clipped.any()
+    generator = torch.Generator().manual_seed(0)
+    new_values, steps, returns = torch.randn(3, 10_000, generator=generator)
+    inside = clipped_value_loss(
+        new_values, new_values + 0.05 * steps, returns, torch.ones(10_000, dtype=torch.bool), clip=10.0
+    )
+    assert not inside.clipped.any()
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 100])
+def test_equal_returns_have_no_variance_to_explain(count: int) -> None:
+    returns = torch.full((count,), 0.1, dtype=torch.float64)
+    values = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert explained_variance(values, returns, torch.ones(count, dtype=torch.bool)).isnan()

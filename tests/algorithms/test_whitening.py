@@ -154,3 +154,14 @@ def test_one_graph(shift_mean: bool) -> None:
     compiled = torch.compile(whiten, fullgraph=True, backend="aot_eager")
     expected = whiten(x, mask, shift_mean=shift_mean)
     torch.testing.assert_close(compiled(x, mask, shift_mean=shift_mean), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("value", "count"), [(0.1, 3), (0.1, 7), (1e8 + 0.1, 3), (1e14 + 0.1, 6)])
+def test_equal_float64_numbers_have_no_variance(value: float, count: int) -> None:
+    x = torch.full((1, count), value, dtype=torch.float64)
+    assert whiten(x, torch.ones(1, count, dtype=torch.bool)).tolist() == [[0.0] * count]
+
+
+def test_numbers_whose_squares_are_beyond_float32() -> None:
+    whitened = whiten(torch.tensor([[1e20, -1e20]]), torch.tensor([[True, True]]))
+    torch.testing.assert_close(whitened, torch.tensor([[2**-0.5, -(2**-0.5)]]))

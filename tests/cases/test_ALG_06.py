@@ -34,7 +34,7 @@ from torch import Tensor
 def decoupled(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
     """The sampler's log-probabilities are as broken as the others."""
     return decoupled_ppo(
-        logprobs, old_logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.2, behaviour_reject=5.0
+        logprobs, old_logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.2, reject=(0.0, 5.0)
     )
 
 

@@ -78,7 +78,7 @@ def test_k1_has_no_gradient_in_expectation_and_is_refused_as_a_loss() -> None:
     with pytest.raises(ValueError, match=r"kind='k1'.*no loss.*expected gradient is 0"):
         expected_loss(logits, "k1", False)
     assert kl_estimate.__doc__ is not None
-    assert "k1 belongs into the rewards" in " ".join(kl_estimate.__doc__.split())
+    assert "k1 belongs in the rewards" in " ".join(kl_estimate.__doc__.split())
     # as a value, which is what a reward takes, it is the divergence
     assert expected_loss(START, "k1", False).item() == pytest.approx(kl(START, REFERENCE).item())
 

@@ -9,6 +9,7 @@ float32, or in float64 for float64 input. Nothing waits for the device but `chec
 
 from drivetrain_algorithms._moments import Reduce
 from drivetrain_algorithms._ratio import PolicyLoss
+from drivetrain_algorithms.advantages import Advantages, gae, returns_to_go
 from drivetrain_algorithms.aggregation import AggregationMode, aggregate, loss_denominator
 from drivetrain_algorithms.checks import check_finite, value_checks
 from drivetrain_algorithms.correction import (
@@ -20,14 +21,6 @@ from drivetrain_algorithms.correction import (
     importance_weights,
     reject_divergent,
 )
-from drivetrain_algorithms.covariance_policy import (
-    clip_cov,
-    kl_cov,
-    select_clip_cov,
-    select_kl_cov,
-    token_covariances,
-)
-from drivetrain_algorithms.divergence_policy import dppo_kl, dppo_tv
 from drivetrain_algorithms.full_kl import KLDirection, full_vocabulary_kl
 from drivetrain_algorithms.groups import (
     GroupBaseline,
@@ -38,8 +31,19 @@ from drivetrain_algorithms.groups import (
     spread_over_tokens,
 )
 from drivetrain_algorithms.kl import AdaptiveKL, FixedKL, KLKind, kl_estimate
+from drivetrain_algorithms.logprobs import logprobs_from_hidden, token_entropy, token_logprobs
 from drivetrain_algorithms.mismatch import Mismatch, effective_sample_size, mismatch_metrics
 from drivetrain_algorithms.policy import decoupled_ppo, entropy_bonus, ppo_clip, reinforce
+from drivetrain_algorithms.policy_covariance import (
+    clip_cov,
+    kl_cov,
+    select_clip_cov,
+    select_kl_cov,
+    token_covariances,
+)
+from drivetrain_algorithms.policy_divergence import dppo_kl, dppo_tv
+from drivetrain_algorithms.policy_sequence import gmpo, gspo
+from drivetrain_algorithms.policy_soft import cispo, sapo
 from drivetrain_algorithms.preference import (
     DPOKind,
     PreferenceLoss,
@@ -48,18 +52,14 @@ from drivetrain_algorithms.preference import (
     reward_model_loss,
     sequence_logprobs,
 )
-from drivetrain_algorithms.reference import logprobs_from_hidden, token_entropy, token_logprobs
 from drivetrain_algorithms.reinforcement import (
     gpg_advantages,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
 )
-from drivetrain_algorithms.returns import Advantages, gae, returns_to_go
 from drivetrain_algorithms.rewards import token_rewards
-from drivetrain_algorithms.sequence_policy import gmpo, gspo
 from drivetrain_algorithms.shaping import RewardNormalizer, filter_groups, overlong_penalty
-from drivetrain_algorithms.soft_policy import cispo, sapo
 from drivetrain_algorithms.supervised import sft_loss
 from drivetrain_algorithms.value import ValueLoss, ValueLossKind, clipped_value_loss, explained_variance, value_loss
 from drivetrain_algorithms.whitening import whiten

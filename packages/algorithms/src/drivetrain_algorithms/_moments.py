@@ -11,6 +11,9 @@ from torch import Tensor
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks and returns the sum, of the same shape, on every rank."""
 
+_ROUNDING = 1e-14
+"""What float64 may lose on a mean, relative to it."""
+
 
 class Means(NamedTuple):
     """Statistics over the unmasked slots; without one, all are 0."""
@@ -29,9 +32,18 @@ def means(x: Tensor, mask: Tensor, reduce: Reduce | None) -> Means:
     return Means(sums[:-1] / sums[-1].clamp(min=1.0), sums[-1])
 
 
-def centred_squares(x: Tensor, mean: Tensor, mask: Tensor, reduce: Reduce | None) -> Tensor:
-    """`Σ (x - mean)²` over the unmasked slots, `[K]`, float64; `x` is `[K, *mask.shape]`."""
-    # The mean in x's own precision: equal numbers then deviate from it by exactly 0.
-    deviation = x.flatten(1) - mean.to(x.dtype).unsqueeze(1)
-    squares = torch.where(mask.flatten(), deviation, 0.0).square().sum(1, dtype=torch.float64)
+def deviations(x: Tensor, mean: Tensor, mask: Tensor) -> Tensor:
+    """`x - mean` in float64, and 0 at masked slots; `x` is `[K, *mask.shape]`, `mean` `[K]`.
+
+    Equal numbers deviate by exactly 0: the mean of float32 ones is exact, and for float64 ones a deviation that may be
+    rounding does not count.
+    """
+    mean = mean.view(-1, *[1] * mask.dim())
+    deviation = x.double() - mean
+    return torch.where(mask & ~(deviation.abs() <= _ROUNDING * mean.abs()), deviation, 0.0)
+
+
+def squares_of(deviation: Tensor, reduce: Reduce | None) -> Tensor:
+    """The sum of squares of each of K tensors, over all ranks, `[K]`."""
+    squares = deviation.flatten(1).square().sum(1)
     return squares if reduce is None else reduce(squares)

@@ -26,7 +26,8 @@ class PolicyLoss(NamedTuple):
     """bool: the loss held this token back (in most losses, `ppo_clip` among them, it is constant there, without
     gradient; the others say what they do); False at masked slots."""
     approx_kl: Tensor
-    """`ratio - 1 - log_ratio`, whose mean over tokens of π_old estimates KL(π_old || π); 0 at masked slots."""
+    """`ratio - 1 - log_ratio`, with a log-ratio of at most 20; 0 at masked slots. Its mean over tokens of π_old
+    estimates KL(π_old || π)."""
 
 
 class Comparison(NamedTuple):
@@ -72,7 +73,7 @@ def policy_loss(value: Tensor, slope: Tensor, clipped: Tensor, tokens: Compariso
         tokens: what the loss was computed from.
     """
     loss = value + slope * (tokens.logprobs - tokens.logprobs.detach())
-    approx_kl = torch.expm1(tokens.bounded_log_ratio) - tokens.log_ratio
+    approx_kl = torch.expm1(tokens.bounded_log_ratio) - tokens.bounded_log_ratio
     return PolicyLoss(loss, tokens.ratio, tokens.log_ratio, clipped, approx_kl)
 
 

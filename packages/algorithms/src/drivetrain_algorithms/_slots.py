@@ -24,7 +24,7 @@ def values_are_read() -> bool:
     return not torch.compiler.is_compiling() and read_values.get()
 
 
-def check_slots(mask: Tensor, **tensors: Tensor) -> None:
+def check_slots(mask: Tensor, /, **tensors: Tensor) -> None:
     """Require a bool mask, and tensors of exactly its shape; for functions to which sequences are nothing."""
     _check_shapes(mask, tensors)
     if values_are_read():
@@ -32,7 +32,7 @@ def check_slots(mask: Tensor, **tensors: Tensor) -> None:
             require_finite(name, tensor, mask, None)
 
 
-def check_batch(mask: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor) -> None:
+def check_batch(mask: Tensor, cu_seqlens: Tensor | None, /, **tensors: Tensor) -> None:
     """Require a bool mask, tensors of exactly its shape, and sequences that cover it."""
     _check_shapes(mask, tensors)
     _check_sequences(mask, cu_seqlens)
@@ -41,7 +41,7 @@ def check_batch(mask: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor) -> N
             require_finite(name, tensor, mask, cu_seqlens)
 
 
-def check_per_sequence(mask: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor) -> None:
+def check_per_sequence(mask: Tensor, cu_seqlens: Tensor | None, /, **tensors: Tensor) -> None:
     """Require tensors with one number per sequence of a batch that is checked already."""
     num_sequences = count_sequences(mask, cu_seqlens)
     for name, tensor in tensors.items():
@@ -85,6 +85,8 @@ def require_finite(name: str, x: Tensor, mask: Tensor, cu_seqlens: Tensor | None
 
 
 def _check_shapes(mask: Tensor, tensors: dict[str, Tensor]) -> None:
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask is a {type(mask).__name__}; pass a torch tensor of bool")
     if mask.dtype is not torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}; pass a bool mask, for instance mask.bool()")
     for name, tensor in tensors.items():
@@ -93,6 +95,8 @@ def _check_shapes(mask: Tensor, tensors: dict[str, Tensor]) -> None:
                 f"{name} has shape {tuple(tensor.shape)} and mask {tuple(mask.shape)}; "
                 "every per-token tensor has the shape of the mask"
             )
+        if not (tensor.is_floating_point() or tensor.dtype is torch.bool):
+            raise ValueError(f"{name} has dtype {tensor.dtype}; pass floating-point numbers, for instance x.float()")
 
 
 def _check_sequences(mask: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -123,6 +127,12 @@ def check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} must lie between 0 and 1")
 
 
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Require one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known; choose from {', '.join(choices)}")
+
+
 def check_coefficient(name: str, value: float) -> None:
     """Require a finite number that is at least 0."""
     if not 0.0 <= value < math.inf:
@@ -148,14 +158,14 @@ def sequence_ids(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The index of the sequence each slot belongs to, of the mask's shape."""
     if cu_seqlens is None:
         return torch.arange(mask.shape[0], device=mask.device).unsqueeze(-1).expand(mask.shape)
-    lengths = cu_seqlens.to(mask.device).diff()
+    lengths = cu_seqlens.to(mask.device, non_blocking=True).diff()
     return torch.repeat_interleave(lengths, output_size=len(mask))
 
 
 def sequence_ends(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """True at the last slot of each sequence of a packed batch, masked or not."""
     starts = torch.zeros(len(mask) + 1, dtype=torch.bool, device=mask.device)
-    starts.index_fill_(0, cu_seqlens.to(mask.device, torch.int64), True)
+    starts.index_fill_(0, cu_seqlens.to(mask.device, torch.int64, non_blocking=True), True)
     return starts[1:]
 
 
@@ -164,17 +174,19 @@ def token_counts(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is None:
         return mask.sum(-1)
     before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-    return before[cu_seqlens.to(mask.device, torch.int64)].diff()
+    return before[cu_seqlens.to(mask.device, torch.int64, non_blocking=True)].diff()
 
 
 def sequence_sums(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The sum over the slots of each sequence, `[B]` or `[S]`, in the dtype of `x`; 0 for an empty one.
 
-    The order of summation is fixed, and no sequence sees a NaN of another.
+    The order of summation is fixed, and no sequence sees a NaN of another. Sums run in float64, since `segment_reduce`
+    adds one number after the other: in float32, 30,000 log-probabilities would lose their fourth digit.
     """
     if cu_seqlens is None:
-        return x.sum(-1)
-    return torch.segment_reduce(x, "sum", lengths=cu_seqlens.to(x.device).diff(), axis=0, unsafe=True, initial=0)
+        return x.sum(-1, dtype=torch.float64).to(x.dtype)
+    lengths = cu_seqlens.to(x.device, non_blocking=True).diff()
+    return torch.segment_reduce(x.double(), "sum", lengths=lengths, axis=0, unsafe=True, initial=0).to(x.dtype)
 
 
 def per_token(x: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_algorithms._moments import Reduce
-from drivetrain_algorithms._slots import check_batch, masked, per_token, token_counts, values_are_read
+from drivetrain_algorithms._slots import check_batch, check_choice, masked, per_token, token_counts, values_are_read
 
 AggregationMode = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
@@ -63,7 +63,7 @@ def aggregate(
     the whole step has none.
     """
     check_batch(mask, cu_seqlens, loss=loss)
-    _check_mode(mode)
+    check_choice("mode", mode, get_args(AggregationMode))
     if isinstance(denominator, Tensor) and denominator.dim() != 0:
         raise ValueError(f"denominator has shape {tuple(denominator.shape)}; pass a number or a scalar tensor")
     if (not isinstance(denominator, Tensor) or values_are_read()) and not 0.0 <= float(denominator) < math.inf:
@@ -109,7 +109,7 @@ def loss_denominator(
     Degenerate cases: with no unmasked token on any rank it is 0 (1 for `token_sum`).
     """
     check_batch(mask, cu_seqlens)
-    _check_mode(mode)
+    check_choice("mode", mode, get_args(AggregationMode))
     if (mode == "seq_mean_token_sum_norm") != (norm_length is not None):
         raise ValueError(
             f"norm_length={norm_length} with mode={mode!r}; seq_mean_token_sum_norm takes one, no other mode does"
@@ -123,8 +123,3 @@ def loss_denominator(
     if reduce is not None:
         total = reduce(total)
     return total * (norm_length or 1)
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in get_args(AggregationMode):
-        raise ValueError(f"mode={mode!r} is no way to aggregate; choose from {', '.join(get_args(AggregationMode))}")

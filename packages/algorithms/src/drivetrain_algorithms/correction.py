@@ -16,16 +16,17 @@ the `mask` of the second. Reject by sequence first.
     what it is called                               what to call; C is the upper bound
     TIS; verl decoupled_token_is, TRL               importance_weights, level="token", clamp=(0, C)
       token_truncate, AReaL token clamp
-    open-instruct rho_clamp, OpenRLHF tis           level="token", clamp=(low, high)
-    IcePop; verl decoupled_token_icepop, OpenRLHF   level="token", reject=(low, high)
-      icepop, open-instruct rho_mask
+    open-instruct rho_clamp, OpenRLHF               level="token", clamp=(low, high)
+      is_correction_level token
+    IcePop; verl decoupled_token_icepop,            level="token", reject=(low, high)
+      open-instruct rho_mask
     TRL token_mask, AReaL token mask                level="token", reject=(0, C)
     sequence TIS; verl decoupled_seq_is, TRL        level="sequence", clamp=(0, C)
       sequence_truncate
     MIS; TRL sequence_mask                          level="sequence", reject=(0, C)
     verl decoupled_seq_is_rs, "low_high"            level="sequence", clamp=(0, C), reject=(1/high, 1/low)
     verl decoupled_geo_rs, "low_high"               level="geometric", clamp=(1, 1), reject=(1/high, 1/low)
-    OpenRLHF seq-mask-tis; verl                     level="geometric", reject=...; then, over its `keep`,
+    OpenRLHF is_correction_level seq; verl          level="geometric", reject=...; then, over its `keep`,
       decoupled_geo_rs_token_tis                    level="token", clamp=(0, C)
     verl decoupled_k3_rs                            reject_divergent, kind="k3", level="sequence_mean"
     KPop; verl binary_kl                            reject_divergent, kind="binary_kl", level="token"
@@ -34,8 +35,8 @@ the `mask` of the second. Reject by sequence first.
     verl bypass_mode, open-instruct                 none: old_logprobs = rollout_logprobs, so every weight is 1
       policy_ratio_denominator="rollout_policy"
 
-What verl rejects (`rollout_rs`) leaves the divisor, as with `keep`; what its IcePop, TRL, OpenRLHF and open-instruct
-reject stays in it, as with `mask`. verl bounds the inverse ratio, π_rollout / π_old, in its rejections by k1: hence
+What other frameworks reject stays in their divisor, as with `mask` here; but in verl with `trainer.use_v1=False`, where
+what `rollout_rs` rejects leaves it, as with `keep`. verl bounds the inverse ratio, π_rollout / π_old, in its rejections by k1: hence
 1/high and 1/low.
 """
 
@@ -49,6 +50,7 @@ from torch import Tensor
 from drivetrain_algorithms._ratio import bounded
 from drivetrain_algorithms._slots import (
     check_batch,
+    check_choice,
     check_slots,
     masked,
     per_token,
@@ -136,8 +138,7 @@ def importance_weights(
     weight beyond e²⁰ counts as e²⁰; a log-probability that is not finite in an unmasked slot makes the weights of its
     token or sequence NaN, and rejects nothing, so that the loss shows it.
     """
-    if level not in get_args(CorrectionLevel):
-        raise ValueError(f"level={level!r} is no level; choose from {', '.join(get_args(CorrectionLevel))}")
+    check_choice("level", level, get_args(CorrectionLevel))
     check_tokens(mask, cu_seqlens, level == "token", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     _check_bounds(clamp=clamp, reject=reject)
     log_ratio = log_ratio_of(old_logprobs, rollout_logprobs, mask)
@@ -197,10 +198,8 @@ def reject_divergent(
     Degenerate cases: equal policies give exactly 0 and reject nothing; a log-probability that is not finite in an
     unmasked slot gives a divergence of NaN, and rejects nothing.
     """
-    if kind not in get_args(DivergenceKind):
-        raise ValueError(f"kind={kind!r} is no divergence; choose from {', '.join(get_args(DivergenceKind))}")
-    if level not in get_args(DivergenceLevel):
-        raise ValueError(f"level={level!r} is no level; choose from {', '.join(get_args(DivergenceLevel))}")
+    check_choice("kind", kind, get_args(DivergenceKind))
+    check_choice("level", level, get_args(DivergenceLevel))
     check_tokens(mask, cu_seqlens, level == "token", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     if not limit >= 0.0:
         raise ValueError(f"limit={limit} must be at least 0")
@@ -209,7 +208,8 @@ def reject_divergent(
         case "k2":
             divergence = 0.5 * log_ratio.square() + 0.0 * log_ratio
         case "k3":
-            divergence = torch.expm1(bounded(log_ratio)) - log_ratio
+            bounded_log_ratio = bounded(log_ratio)
+            divergence = torch.expm1(bounded_log_ratio) - bounded_log_ratio
         case _:
             a, b = masked(old_logprobs, mask).detach(), masked(rollout_logprobs, mask).detach()
             divergence = torch.maximum(_binary_kl(a, b), _binary_kl(b, a)) + 0.0 * log_ratio
@@ -255,5 +255,7 @@ def check_tokens(mask: Tensor, cu_seqlens: Tensor | None, by_token: bool, **tens
 
 def _check_bounds(**bounds: tuple[float, float] | None) -> None:
     for name, pair in bounds.items():
+        if pair is not None and (not isinstance(pair, tuple | list) or len(pair) != 2):
+            raise ValueError(f"{name}={pair} must be (low, high), for instance (0.0, 2.0)")
         if pair is not None and not 0.0 <= pair[0] <= pair[1]:
             raise ValueError(f"{name}={pair} must be (low, high) with 0 <= low <= high; math.inf is no upper bound")

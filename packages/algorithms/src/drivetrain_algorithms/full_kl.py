@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from drivetrain_algorithms._slots import require_finite, values_are_read
-from drivetrain_algorithms.reference import check_temperature
+from drivetrain_algorithms._slots import check_choice, require_finite, values_are_read
+from drivetrain_algorithms.logprobs import check_temperature
 
 KLDirection = Literal["reverse", "forward", "jensen_shannon"]
 """Which divergence `full_vocabulary_kl` computes."""
@@ -67,8 +67,7 @@ def full_vocabulary_kl(
     need not be finite; a masked slot gives exactly 0, and no gradient.
     """
     _check_logits(logits, ref_logits, mask)
-    if direction not in get_args(KLDirection):
-        raise ValueError(f"direction={direction!r} is no divergence; choose from {', '.join(get_args(KLDirection))}")
+    check_choice("direction", direction, get_args(KLDirection))
     check_temperature(temperature)
     if chunk_size is None:
         chunk_size = max(_NUMBERS_PER_CHUNK // max(logits.shape[-1], 1), 1)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from drivetrain_algorithms._groups import Groups, check_groups, check_not_negative, lay_out
 from drivetrain_algorithms._scan import discounted_sums
-from drivetrain_algorithms._slots import as_float, check_batch, check_coefficient, check_per_sequence, masked, per_token
+from drivetrain_algorithms._slots import (
+    as_float,
+    check_batch,
+    check_choice,
+    check_coefficient,
+    check_per_sequence,
+    masked,
+    per_token,
+)
 
 GroupBaseline = Literal["mean", "leave_one_out", "optimal", "none"]
 """What is taken off a score; see `group_advantages`."""
@@ -53,7 +61,7 @@ def group_advantages(
         MaxRL     baseline="mean",           scale="mean"
 
     A group is whole: all its responses are in this call, on this rank. Its numbers depend on no other group, so a batch
-    may be split between groups. Nothing is whitened; `whiten` does that for who asks.
+    may be split between groups. Nothing is whitened; `whiten` does that for whoever asks.
 
     See Shao et al., "DeepSeekMath" (2024), https://arxiv.org/abs/2402.03300, for GRPO; Liu et al., "Understanding
     R1-Zero-Like Training" (2025), https://arxiv.org/abs/2503.20783, for Dr. GRPO; Ahmadian et al., "Back to Basics"
@@ -71,8 +79,8 @@ def group_advantages(
 
     Returns:
         `Â`, `[B]`, in float32 (float64 for float64 scores), without gradient; `spread_over_tokens` gives it to the
-        tokens. A permuted batch gives the same bits, permuted. A score that is not finite makes its group so, and no
-        other.
+        tokens. A permuted batch gives the same bits, permuted. A score that is not finite makes what depends on it so,
+        in its own group and in no other.
 
     Raises:
         ValueError: a shape, dtype, baseline or scale that does not fit; `lengths` that are missing or have no use; an
@@ -82,12 +90,13 @@ def group_advantages(
 
     Degenerate cases: equal scores give exactly 0, whatever the scale, unless the baseline is none; with `scale="std"`
     then too. A group of one has nothing to be compared with and gives 0: also with `leave_one_out`, where the raw score
-    (verl gives that) would be on another scale than what its neighbours get. With `baseline="none"` it gives the score.
-    With `scale="mean"` a group whose scores are all 0 gives 0; with `optimal` one whose lengths are all 0 does.
+    (verl gives that) would be on another scale than what its neighbours get. With `baseline="none", scale="none"` it
+    gives the score. With `scale="mean"` a group whose scores are all 0 gives 0; with `optimal` one whose lengths are
+    all 0 does.
     """
     check_groups(group_ids, scores=scores)
-    _check_choice("baseline", baseline, get_args(GroupBaseline))
-    _check_choice("scale", scale, get_args(GroupScale))
+    check_choice("baseline", baseline, get_args(GroupBaseline))
+    check_choice("scale", scale, get_args(GroupScale))
     if (baseline == "optimal") != (lengths is not None):
         given = "None" if lengths is None else "a tensor"
         raise ValueError(
@@ -95,6 +104,8 @@ def group_advantages(
         )
     if lengths is not None:
         check_groups(group_ids, lengths=lengths)
+        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype is torch.bool:
+            raise ValueError(f"lengths has dtype {lengths.dtype}; pass whole numbers of tokens, for instance int64")
         check_not_negative("lengths", lengths)
     if scale == "mean":
         check_not_negative("scores", scores)
@@ -175,8 +186,8 @@ def pass_at_k_advantages(scores: Tensor, group_ids: Tensor, *, k: int) -> Tensor
     the division by the standard deviation. A group smaller than k has no such subset and gives 0.
     """
     check_groups(group_ids, scores=scores)
-    if k < 1:
-        raise ValueError(f"k={k} must be at least 1 response")
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k={k} must be a whole number, at least 1 response")
     scores = as_float(scores).detach()
     if scores.numel() == 0:
         return scores
@@ -197,7 +208,7 @@ def _log_choose(n: Tensor, k: int) -> Tensor:
     return torch.lgamma(n + 1.0) - torch.lgamma((n - k).clamp(min=0.0) + 1.0)
 
 
-def decoupled_group_advantages(rewards: Tensor, group_ids: Tensor, *, weights: Sequence[float]) -> Tensor:
+def decoupled_group_advantages(scores: Tensor, group_ids: Tensor, *, weights: Sequence[float]) -> Tensor:
     """Normalise each of several rewards within its group on its own, then add them up.
 
         Âᵢ = Σ_r w_r (sᵢᵣ - μᵣ) / (σᵣ + 10⁻⁶)
@@ -211,12 +222,12 @@ def decoupled_group_advantages(rewards: Tensor, group_ids: Tensor, *, weights: S
     See Liu et al., "GDPO" (2026), https://arxiv.org/abs/2601.05242
 
     Args:
-        rewards: `s`, `[B, R]`, R rewards for each response.
+        scores: `s`, `[B, R]`, R scores for each response, one from each reward function.
         group_ids: `[B]` int64 in [0, B), as for `group_advantages`; groups are whole.
         weights: `w`, R finite numbers, at least 0.
 
     Returns:
-        `Â`, `[B]`, in float32 (float64 for float64 rewards), without gradient.
+        `Â`, `[B]`, in float32 (float64 for float64 scores), without gradient.
 
     Raises:
         ValueError: a shape, dtype or number of weights that does not fit, a negative weight; or an id out of range, as
@@ -225,15 +236,15 @@ def decoupled_group_advantages(rewards: Tensor, group_ids: Tensor, *, weights: S
     Degenerate cases: one reward with weight 1 is GRPO; a reward that is equal throughout a group adds exactly 0 there,
     and so does any reward to a group of one.
     """
-    if rewards.dim() != 2 or rewards.shape[1] == 0 or len(weights) != rewards.shape[1]:
+    if scores.dim() != 2 or scores.shape[1] == 0 or len(weights) != scores.shape[1]:
         raise ValueError(
-            f"rewards has shape {tuple(rewards.shape)} with {len(weights)} weights; pass [B, R] and R weights"
+            f"scores has shape {tuple(scores.shape)} with {len(weights)} weights; pass [B, R] and R weights"
         )
     for r, weight in enumerate(weights):
         check_coefficient(f"weights[{r}]", weight)
     advantages = (
         weight * group_advantages(column, group_ids, baseline="mean", scale="std")
-        for weight, column in zip(weights, rewards.unbind(1), strict=True)
+        for weight, column in zip(weights, scores.unbind(1), strict=True)
     )
     return torch.stack(tuple(advantages)).sum(0)
 
@@ -247,7 +258,8 @@ def spread_over_tokens(x: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = N
         cu_seqlens: `[S + 1]` int, for a packed batch.
 
     Returns:
-        Of the mask's shape, in float32 (float64 for float64 input), with the gradient of `x`; 0 at masked slots.
+        Of the mask's shape, in float32 (float64 for float64 input, bool for bool), with the gradient of `x`; 0 at
+        masked slots.
 
     Raises:
         ValueError: a shape or dtype that does not fit.
@@ -257,9 +269,5 @@ def spread_over_tokens(x: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = N
     """
     check_batch(mask, cu_seqlens)
     check_per_sequence(mask, cu_seqlens, x=x)
-    return masked(per_token(x, mask, cu_seqlens), mask)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not known; choose from {', '.join(choices)}")
+    spread = per_token(x, mask, cu_seqlens)
+    return mask & spread if x.dtype is torch.bool else masked(spread, mask)

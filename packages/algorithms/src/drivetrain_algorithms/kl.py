@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_algorithms._ratio import bounded
-from drivetrain_algorithms._slots import as_float, check_coefficient, check_slots, masked
+from drivetrain_algorithms._slots import as_float, check_choice, check_coefficient, check_slots, masked
 
 KLKind = Literal["k1", "abs", "k2", "k3"]
 """An estimator of the divergence; see `kl_estimate`."""
@@ -40,10 +40,11 @@ def kl_estimate(
         k2     KL(π || π_ref)
         k3     KL(π_ref || π)
 
-    So k1 belongs into the rewards, which carry no gradient (`token_rewards`); as a loss it would restrain nothing, and
+    So k1 belongs in the rewards, which carry no gradient (`token_rewards`); as a loss it would restrain nothing, and
     is refused. `straight_through=True` keeps the value of `kind` and gives it the gradient of k2, which makes a loss of
     any kind whose expected gradient is that of KL(π || π_ref). For k1 that gradient is the score term dₜ ∇log π(yₜ).
-    verl's `"k1+"` and `"k3+"` are these.
+    verl's `"k1+"` and `"k3+"` are these; TRL's default (`use_bias_correction_kl`) is the one of k3 times the ratio
+    `π / π_old`.
 
     All of it is about one token, given those before it: as a loss, no kind counts what a token does to the divergence
     of the tokens after it. As a reward, with returns, it does.
@@ -71,6 +72,7 @@ def kl_estimate(
     gives a result that is not.
     """
     check_slots(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check_choice("kind", kind, get_args(KLKind))
     if kind == "k1" and not straight_through and logprobs.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "kind='k1' of logprobs that carry a gradient is no loss: its expected gradient is 0; "
@@ -84,13 +86,9 @@ def kl_estimate(
             value = difference.abs()
         case "k2":
             value = 0.5 * difference.square()
-        case "k3":
+        case _:
             log_ratio = bounded(-difference)
             value = torch.expm1(log_ratio) - log_ratio
-        case _:
-            raise ValueError(
-                f"kind={kind!r} is no estimator of the divergence; choose from {', '.join(get_args(KLKind))}"
-            )
     if straight_through:
         squared = 0.5 * difference.square()
         return value.detach() + (squared - squared.detach())
@@ -121,13 +119,14 @@ class FixedKL:
         """What a checkpoint keeps: `{"kl_coef": β}`, which JSON holds exactly."""
         return {"kl_coef": self.kl_coef}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> FixedKL:
-        """Return this controller with the coefficient of a `state_dict`.
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, float]) -> FixedKL:
+        """A controller with the coefficient of a `state_dict`.
 
         Raises:
             ValueError: other keys than those of a `state_dict`, or a coefficient out of range.
         """
-        return replace(self, kl_coef=_saved_coefficient(state))
+        return cls(kl_coef=_saved_coefficient(state))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +137,7 @@ class AdaptiveKL:
         β ← β (1 + e n / horizon)
 
     Where KL is the divergence observed over n samples. The whole state is `kl_coef`: target and horizon are settings. A
-    controller that loads the `state_dict` of another one goes on exactly where that one stood.
+    controller made from the `state_dict` of another one goes on exactly where that one stood.
 
     See Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2.2,
     https://arxiv.org/abs/1909.08593
@@ -164,15 +163,17 @@ class AdaptiveKL:
             raise ValueError(f"horizon={self.horizon} must be at least 1 sample")
 
     def update(self, *, observed_kl: float, num_samples: int) -> AdaptiveKL:
-        """Return the controller after a step.
+        """Return the controller after a step; this one stays what it is, so assign the result.
 
         Args:
-            observed_kl: the mean divergence of the step's samples, in the unit of `target`.
+            observed_kl: the mean divergence of the step's samples, in the unit of `target`. To read a tensor waits for
+                its device.
             num_samples: how many samples the step had, at most `horizon`.
 
         Raises:
             ValueError: a divergence that is not finite, or a number of samples out of range.
         """
+        observed_kl = float(observed_kl)
         _check_observation(observed_kl, num_samples)
         if num_samples > self.horizon:
             raise ValueError(f"num_samples={num_samples} is more than horizon={self.horizon}; choose a longer horizon")
@@ -183,13 +184,14 @@ class AdaptiveKL:
         """What a checkpoint keeps: `{"kl_coef": β}`, which JSON holds exactly."""
         return {"kl_coef": self.kl_coef}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> AdaptiveKL:
-        """Return this controller with the coefficient of a `state_dict`, and its own target and horizon.
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, float], *, target: float, horizon: int) -> AdaptiveKL:
+        """A controller with the coefficient of a `state_dict`, and the settings given.
 
         Raises:
-            ValueError: other keys than those of a `state_dict`, or a coefficient out of range.
+            ValueError: other keys than those of a `state_dict`, or a number out of range.
         """
-        return replace(self, kl_coef=_saved_coefficient(state))
+        return cls(kl_coef=_saved_coefficient(state), target=target, horizon=horizon)
 
 
 def _saved_coefficient(state: Mapping[str, float]) -> float:

@@ -7,9 +7,9 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from drivetrain_algorithms._moments import Reduce
+from drivetrain_algorithms._moments import Reduce, deviations, means
 from drivetrain_algorithms._ratio import bounded
-from drivetrain_algorithms._slots import check_batch, masked, sequence_sums, token_counts
+from drivetrain_algorithms._slots import check_batch, check_choice, masked, sequence_sums, token_counts
 from drivetrain_algorithms.correction import CorrectionLevel, check_tokens, log_ratio_of
 
 
@@ -49,8 +49,7 @@ def effective_sample_size(
     Degenerate cases: 0 where all weights are 0; NaN, "undefined", where no slot is unmasked; scaling all weights
     changes nothing.
     """
-    if level not in get_args(CorrectionLevel):
-        raise ValueError(f"level={level!r} is no level; choose from {', '.join(get_args(CorrectionLevel))}")
+    check_choice("level", level, get_args(CorrectionLevel))
     check_tokens(mask, cu_seqlens, level == "token", weights=weights)
     weights, counted = masked(weights, mask).detach().double(), mask
     if level != "token":
@@ -110,7 +109,8 @@ def mismatch_metrics(
         rollout_logprobs: `log π_rollout(yₜ)`, as the engine reported it, of the same shape and temperature.
         mask: bool, of the same shape; True at the tokens that were sampled.
         cu_seqlens: `[S + 1]` int, for a packed batch.
-        reduce: sums a tensor over all ranks and returns the sum; called twice, on every rank. None: there is one rank.
+        reduce: sums a tensor over all ranks and returns the sum; called three times, on every rank. None: there is one
+            rank.
         reduce_max: likewise, with the element-wise maximum; called once. Give both or neither.
 
     Returns:
@@ -128,16 +128,16 @@ def mismatch_metrics(
         raise ValueError(f"{missing} is missing; with {given} over all ranks, give both")
     log_ratio = log_ratio_of(old_logprobs, rollout_logprobs, mask).double()
     log_weight = bounded(log_ratio)
+    log_ratio = log_ratio + 0.0 * log_weight  # what is not finite is NaN here too
     old, rollout = (masked(x, mask).detach().double().exp() for x in (old_logprobs, rollout_logprobs))
+    old, rollout = old + 0.0 * log_weight, rollout + 0.0 * log_weight
     probability_gap = (old - rollout).abs()
     per_token_terms = (
         -log_ratio,
-        torch.expm1(log_weight) - log_ratio,
+        torch.expm1(log_weight) - log_weight,
         torch.expm1(2.0 * log_weight),
         log_ratio.abs(),
         probability_gap,
-        masked(old, mask),
-        masked(rollout, mask),
         mask.double(),
     )
     per_sequence = torch.expm1(2.0 * bounded(sequence_sums(log_ratio, cu_seqlens)))
@@ -146,15 +146,7 @@ def mismatch_metrics(
     if reduce is not None:
         sums = reduce(sums)
     *terms, num_tokens, by_sequence, num_sequences = sums.unbind()
-    k1, k3, chi_squared, abs_mean, probability_abs_mean, old_mean, rollout_mean = (
-        term / num_tokens.clamp(min=1.0) for term in terms
-    )
-
-    old, rollout = masked(old - old_mean, mask), masked(rollout - rollout_mean, mask)
-    products = torch.stack(((old * rollout).sum(), old.square().sum(), rollout.square().sum()))
-    if reduce is not None:
-        products = reduce(products)
-    correlation = products[0] / (products[1].sqrt() * products[2].sqrt())
+    k1, k3, chi_squared, abs_mean, probability_abs_mean = (term / num_tokens.clamp(min=1.0) for term in terms)
 
     largest = torch.stack([_maximum(x) for x in (log_ratio.abs(), probability_gap)])
     if reduce_max is not None:
@@ -168,8 +160,18 @@ def mismatch_metrics(
         abs_max=largest[0],
         probability_abs_mean=probability_abs_mean,
         probability_abs_max=largest[1],
-        correlation=correlation,
+        correlation=_correlation(masked(old, mask), masked(rollout, mask), mask, reduce),
     )
+
+
+def _correlation(x: Tensor, y: Tensor, mask: Tensor, reduce: Reduce | None) -> Tensor:
+    """Pearson's, of two float64 tensors over the unmasked slots of all ranks; NaN where one of them is constant."""
+    both = torch.stack((x, y))
+    x, y = deviations(both, means(both, mask, reduce).mean, mask)
+    products = torch.stack(((x * y).sum(), x.square().sum(), y.square().sum()))
+    if reduce is not None:
+        products = reduce(products)
+    return (products[0] / (products[1].sqrt() * products[2].sqrt())).clamp(-1.0, 1.0)
 
 
 def _maximum(x: Tensor) -> Tensor:

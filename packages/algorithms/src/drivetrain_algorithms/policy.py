@@ -7,15 +7,14 @@ from torch import Tensor
 
 from drivetrain_algorithms._ratio import (
     PolicyLoss,
-    bounded,
     check_clip_range,
-    check_largest_weight,
     clipped_surrogate,
     compare,
     policy_loss,
     surrogate_slope,
 )
 from drivetrain_algorithms._slots import check_coefficient, check_slots, masked
+from drivetrain_algorithms.correction import importance_weights
 
 
 def ppo_clip(
@@ -39,7 +38,8 @@ def ppo_clip(
     bad and has since become many times more likely.
 
     It is the loss of GRPO and DAPO too, with their advantages and aggregation: verl's `vanilla` (c is `clip_ratio_c`),
-    TRL's `epsilon` and `epsilon_high`, OpenRLHF's `ppo` with `eps_clip_low_high`, SkyRL's `regular` and `dual_clip`.
+    TRL's `epsilon` and `epsilon_high` (c is `delta`, where that is at least 1 + ε_high), OpenRLHF's `ppo` with
+    `eps_clip_low_high`, SkyRL's `regular` and `dual_clip`.
 
     See Schulman et al., "Proximal Policy Optimization Algorithms" (2017), https://arxiv.org/abs/1707.06347; for
     ε_low != ε_high, Yu et al., "DAPO" (2025), https://arxiv.org/abs/2503.14476; for the dual clip, Ye et al.,
@@ -77,29 +77,30 @@ def ppo_clip(
 
 def decoupled_ppo(
     logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behaviour_logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-    behaviour_clamp: float | None = None,
-    behaviour_reject: float | None = None,
+    clamp: tuple[float, float] | None = None,
+    reject: tuple[float, float] | None = None,
 ) -> PolicyLoss:
     """The clipped surrogate loss for data of an older policy than the one to stay close to.
 
-        wₜ = π_prox(yₜ) / π_behave(yₜ)
-        rₜ = π(yₜ) / π_prox(yₜ)
+        wₜ = π_old(yₜ) / π_rollout(yₜ)
+        rₜ = π(yₜ) / π_old(yₜ)
         Lₜ = -wₜ min(rₜ Âₜ, clip(rₜ, 1 - ε_low, 1 + ε_high) Âₜ)
 
-    Where π_behave is the policy that sampled yₜ, in asynchronous training one or more versions ago, and π_prox the
-    proximal policy, around which the ratio is clipped: usually that of the learner before the first update on the
-    batch. The weight w is a constant. It corrects for where the data come from; the clip only limits the step.
+    Where π_rollout is the policy that sampled yₜ (the behaviour policy), in asynchronous training one or more versions
+    ago, and π_old the proximal policy, around which the ratio is clipped: usually that of the learner before the first
+    update on the batch. The weight w is a constant. It corrects for where the data come from; the clip only limits the
+    step.
 
-    It is AReaL's `use_decoupled_loss`, where `behaviour_reject` is `behav_imp_weight_cap` and `dual_clip` is `c_clip`.
-    With `behaviour_clamp` it is verl's `vanilla` under `rollout_is="token"`, whose `rollout_is_threshold` that is.
+    It is AReaL's `use_decoupled_loss`, with `reject=(0, behav_imp_weight_cap)`; its `c_clip` is `dual_clip`.
+    With `clamp=(0, rollout_is_threshold)` it is verl's `vanilla` under `rollout_is="token"`.
 
     See Hilton et al., "Batch Size-Invariance for Policy Optimization" (2021), https://arxiv.org/abs/2110.00641; Fu et
     al., "AReaL" (2025), https://arxiv.org/abs/2505.24298
@@ -107,49 +108,44 @@ def decoupled_ppo(
     Args:
         logprobs: `log π(yₜ)`, `[B, T]`, `[N]` or any shape. Gradients flow to this argument only. Masked slots of any
             argument may hold anything, also NaN and inf.
-        proximal_logprobs: `log π_prox(yₜ)`, of the same shape.
-        behaviour_logprobs: `log π_behave(yₜ)`, of the same shape, as the sampler reported it.
+        old_logprobs: `log π_old(yₜ)`, of the same shape.
+        rollout_logprobs: `log π_rollout(yₜ)`, of the same shape, as the sampler reported it.
         advantages: `Â`, of the same shape.
         mask: bool, of the same shape; True at the tokens that enter the loss.
         clip_low: ε_low, in [0, 1].
         clip_high: ε_high, at least 0; `math.inf` leaves the ratio unclipped from above.
         dual_clip: c of `ppo_clip`, above 1, or None for no dual clip.
-        behaviour_clamp: the largest weight: a larger one counts as this. Above 0, or None.
-        behaviour_reject: a token with a larger weight than this has no loss; it stays in the denominator, since the
-            mask stays what it is. Above 0, or None.
+        clamp: the least and the largest weight, as in `importance_weights` by token, or None.
+        reject: likewise; a token with a weight outside has no loss. It stays in the denominator, since the mask stays
+            what it is; to take it out, call `importance_weights` and pass its `keep` on.
 
     Returns:
-        `PolicyLoss`, per token, in float32 (float64 for float64 input), whose π_old is π_prox. `clipped` is True at
+        `PolicyLoss`, per token, in float32 (float64 for float64 input), where `clipped` is True at
         rejected tokens too.
 
     Raises:
         ValueError: a shape, dtype or coefficient that does not fit.
 
-    Degenerate cases: where π_prox is π_behave it is `ppo_clip`; where π_prox is π, REINFORCE weighed by π / π_behave; a
+    Degenerate cases: where π_old is π_rollout it is `ppo_clip`; where π_old is π, REINFORCE weighed by π / π_rollout; a
     masked slot has a loss and a gradient of exactly 0; a ratio or weight beyond e²⁰ counts as e²⁰; a log-probability
     that is not finite in an unmasked slot makes that token's loss and gradient NaN.
     """
     check_slots(
         mask,
         logprobs=logprobs,
-        proximal_logprobs=proximal_logprobs,
-        behaviour_logprobs=behaviour_logprobs,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=rollout_logprobs,
         advantages=advantages,
     )
     check_clip_range(clip_low, clip_high, dual_clip)
-    check_largest_weight(behaviour_clamp=behaviour_clamp, behaviour_reject=behaviour_reject)
-    tokens = compare(logprobs, proximal_logprobs, advantages, mask)
+    tokens = compare(logprobs, old_logprobs, advantages, mask)
     loss, clipped = clipped_surrogate(
         tokens.ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    weight = bounded(masked(proximal_logprobs, mask) - masked(behaviour_logprobs, mask)).exp().detach()
-    if behaviour_reject is not None:
-        rejected = weight > behaviour_reject
-        weight, clipped = torch.where(rejected, 0.0, weight), clipped | rejected
-    if behaviour_clamp is not None:
-        weight = weight.clamp(max=behaviour_clamp)
+    corrected = importance_weights(old_logprobs, rollout_logprobs, mask, level="token", clamp=clamp, reject=reject)
     slope = surrogate_slope(tokens.ratio, tokens.advantages, clipped, tokens.log_ratio)
-    return policy_loss(weight * loss, weight * slope, clipped & mask, tokens)
+    clipped = (clipped & mask) | (mask & ~corrected.keep)
+    return policy_loss(corrected.weights * loss, corrected.weights * slope, clipped, tokens)
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
@@ -161,7 +157,7 @@ def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
     another policy than π: one update per batch. The value of the loss says nothing; its gradient is that of
     `ppo_clip` where the ratio is 1.
 
-    With the advantages of `gpg_advantages` it is the loss of GPG, verl's `gpg`. Verl's `bypass_mode` with
+    With the advantages of `gpg_advantages` it is the loss of GPG, verl's `gpg`. verl's `bypass_mode` with
     `loss_type="reinforce"` is it, times importance weights.
 
     See Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning" (1992),
@@ -197,7 +193,7 @@ def entropy_bonus(entropies: Tensor, mask: Tensor, *, coef: float) -> Tensor:
 
     Where Hₜ is the entropy of the distribution from which the token in slot t was drawn.
 
-    It is `entropy_coeff` in verl, `entropy_loss_coef` in SkyRL and OpenRLHF.
+    It is `entropy_coeff` in verl, `entropy_loss_coef` in SkyRL, `actor.entropy_coef` in OpenRLHF.
 
     See Mnih et al., "Asynchronous Methods for Deep Reinforcement Learning" (2016), https://arxiv.org/abs/1602.01783
 

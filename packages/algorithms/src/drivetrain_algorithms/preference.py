@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from drivetrain_algorithms._groups import check_not_negative
 from drivetrain_algorithms._slots import (
     as_float,
     check_batch,
+    check_choice,
     check_coefficient,
     check_finite_values,
     masked,
@@ -105,12 +107,13 @@ def dpo_loss(
         rejected_logprobs: `log π` of the others, `[B]`, pair by pair.
         ref_chosen_logprobs: `log π_ref` of the preferred responses, `[B]`.
         ref_rejected_logprobs: `log π_ref` of the others, `[B]`.
-        beta: β, above 0, per nat: how dear it is to leave the reference.
+        beta: β, above 0, per nat: how costly it is to leave the reference.
         kind: `"sigmoid"`, `"robust"` or `"hinge"`.
         label_smoothing: ε, at least 0 and below 0.5; 0 for `"hinge"`.
 
     Returns:
-        `PreferenceLoss`, per pair, in float32 (float64 for float64 input); its rewards are r.
+        `PreferenceLoss`, per pair, in float32 (float64 for float64 input); its rewards are r. Divide the sum of the
+        losses by the number of pairs of the whole step.
 
     Raises:
         ValueError: a shape, dtype, coefficient or kind that does not fit.
@@ -126,6 +129,7 @@ def dpo_loss(
         ref_rejected_logprobs=ref_rejected_logprobs,
     )
     _check_beta(beta)
+    check_choice("kind", kind, get_args(DPOKind))
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(
             f"label_smoothing={label_smoothing} must be at least 0 and below 0.5, where labels say nothing"
@@ -139,12 +143,10 @@ def dpo_loss(
         case "robust":
             loss = -(1.0 - label_smoothing) * logsigmoid(margins) + label_smoothing * logsigmoid(-margins)
             loss = loss / (1.0 - 2.0 * label_smoothing)
-        case "hinge":
+        case _:
             if label_smoothing:
                 raise ValueError(f"label_smoothing={label_smoothing} has no meaning for kind='hinge'; pass 0")
             loss = torch.relu(1.0 - margins)
-        case _:
-            raise ValueError(f"kind={kind!r} is no loss of a margin; choose from {', '.join(get_args(DPOKind))}")
     return _preference_loss(loss, chosen, rejected)
 
 
@@ -199,7 +201,7 @@ def ipo_loss(
 
 
 def reward_model_loss(
-    chosen_scores: Tensor, rejected_scores: Tensor, *, margin: Tensor | None = None, centre_coef: float = 0.0
+    chosen_scores: Tensor, rejected_scores: Tensor, *, margin: Tensor | None = None, center_coef: float = 0.0
 ) -> PreferenceLoss:
     """The loss of a reward model: the log-likelihood of preferences under the model of Bradley and Terry.
 
@@ -217,7 +219,7 @@ def reward_model_loss(
         chosen_scores: `s` of the preferred responses, `[B]`. Gradients flow to this argument and the next.
         rejected_scores: `s` of the others, `[B]`, pair by pair.
         margin: `m`, `[B]`, at least 0, in units of the score; None: no margin.
-        centre_coef: c, at least 0; 0.01 is the usual choice where it is wanted.
+        center_coef: c, at least 0; 0.01 is the usual choice where it is wanted.
 
     Returns:
         `PreferenceLoss`, per pair, in float32 (float64 for float64 input); its rewards are the scores, and its margins
@@ -231,14 +233,16 @@ def reward_model_loss(
     """
     margins = {} if margin is None else {"margin": margin}
     _check_pairs(chosen_scores=chosen_scores, rejected_scores=rejected_scores, **margins)
-    check_coefficient("centre_coef", centre_coef)
+    if margin is not None:
+        check_not_negative("margin", margin)
+    check_coefficient("center_coef", center_coef)
     chosen, rejected = as_float(chosen_scores), as_float(rejected_scores)
     difference = chosen - rejected
     if margin is not None:
         difference = difference - as_float(margin).detach()
     loss = -logsigmoid(_shown(difference))
-    if centre_coef:
-        loss = loss + centre_coef * (chosen + rejected).square()
+    if center_coef:
+        loss = loss + center_coef * (chosen + rejected).square()
     return _preference_loss(loss, chosen, rejected)
 
 

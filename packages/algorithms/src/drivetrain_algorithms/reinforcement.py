@@ -8,8 +8,8 @@ from torch import Tensor
 from drivetrain_algorithms._groups import check_groups, lay_out
 from drivetrain_algorithms._moments import Reduce
 from drivetrain_algorithms._slots import as_float, check_batch, check_per_sequence
+from drivetrain_algorithms.advantages import returns_to_go
 from drivetrain_algorithms.groups import group_advantages, spread_over_tokens
-from drivetrain_algorithms.returns import returns_to_go
 from drivetrain_algorithms.whitening import whiten
 
 

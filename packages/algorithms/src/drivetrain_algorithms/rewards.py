@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from drivetrain_algorithms._slots import (
     as_float,
     check_batch,
+    check_choice,
     check_coefficient,
     check_per_sequence,
     last_tokens,
@@ -60,6 +63,7 @@ def token_rewards(
     check_batch(mask, cu_seqlens, logprobs=logprobs, ref_logprobs=ref_logprobs)
     check_per_sequence(mask, cu_seqlens, scores=scores)
     check_coefficient("kl_coef", kl_coef)
+    check_choice("kl", kl, get_args(KLKind))
     penalty = kl_coef * kl_estimate(logprobs.detach(), ref_logprobs.detach(), mask, kind=kl)
     payment = per_token(as_float(scores.detach()), mask, cu_seqlens).to(penalty.dtype)
     return torch.where(last_tokens(mask, cu_seqlens), payment, 0.0) - penalty

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_algorithms._groups import check_groups, check_not_negative, lay_out
-from drivetrain_algorithms._moments import Reduce, centred_squares, means
+from drivetrain_algorithms._moments import Reduce, deviations, means, squares_of
 from drivetrain_algorithms._slots import as_float, check_coefficient, check_finite_values
 
 
@@ -52,7 +52,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, penalty_f
         raise ValueError(f"buffer={buffer} must lie between 0 and max_length={max_length}")
     check_coefficient("penalty_factor", penalty_factor)
     check_not_negative("lengths", lengths)
-    exceeding = (lengths - (max_length - buffer)).clamp(min=0)
+    exceeding = (lengths.long() - (max_length - buffer)).clamp(min=0)
     # Without a buffer there is nothing to divide by: one token too many is already all of it.
     share = (exceeding.float() / max(buffer, 1)).clamp(max=1.0)
     return 0.0 - penalty_factor * share
@@ -98,7 +98,7 @@ def filter_groups(
     Raises:
         ValueError: a shape, dtype or bound that does not fit; or an id out of range, as for `group_advantages`.
 
-    Degenerate cases: equal scores are left out, and so is a group of one, unless it `keep_single`; a group with a score
+    Degenerate cases: equal scores are left out, and so is a group of one, unless `keep_single`; a group with a score
     that is not finite is kept, so that it shows in the loss and is not lost in silence; no responses give none.
     """
     check_groups(group_ids, scores=scores)
@@ -177,7 +177,7 @@ class RewardNormalizer:
         rows = scores.detach().double().unsqueeze(0)
         every = torch.ones_like(scores, dtype=torch.bool)
         statistics = means(rows, every, reduce)
-        squares = centred_squares(rows, statistics.mean, every, reduce)
+        squares = squares_of(deviations(rows, statistics.mean, every), reduce)
         (seen, mean, sum_squares), added = self._state(scores.device), statistics.num_slots
         total = seen + added
         shift, share = statistics.mean[0] - mean, added / total.clamp(min=1.0)
@@ -207,7 +207,7 @@ class RewardNormalizer:
         count, mean, sum_squares = self._state(scores.device)
         deviation = (sum_squares / (count - 1.0).clamp(min=1.0)).sqrt()
         # Equal numbers that are no sums of powers of two may deviate by their rounding, which is no scale. NaN stays.
-        scale = torch.where(deviation <= 1e-8 * (1.0 + mean.abs()), 1.0, deviation)
+        scale = torch.where(deviation <= 1e-12 * mean.abs(), 1.0, deviation)
         shifted = scores.double() - mean if self.shift_mean else scores.double()
         return (shifted / scale).clamp(-self.clip, self.clip).to(as_float(scores).dtype)
 

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from drivetrain_algorithms._moments import Reduce, centred_squares, means
-from drivetrain_algorithms._slots import check_slots, masked
+from drivetrain_algorithms._moments import Reduce, deviations, means, squares_of
+from drivetrain_algorithms._slots import check_choice, check_slots, masked
 
 ValueLossKind = Literal["squared", "huber"]
 """How an error of the value function counts; see `value_loss`."""
@@ -31,7 +31,7 @@ def value_loss(
     *,
     kind: ValueLossKind = "squared",
     delta: float | None = None,
-) -> Tensor:
+) -> ValueLoss:
     """The error of the value function.
 
         eₜ = V(sₜ) - Rₜ
@@ -53,7 +53,7 @@ def value_loss(
         delta: δ, a finite number above 0, in the unit of the values, for `"huber"`; None for `"squared"`.
 
     Returns:
-        A loss per token, of the same shape, in float32 (float64 for float64 input); 0 at masked slots.
+        `ValueLoss`, per token, in float32 (float64 for float64 input); nothing is clipped.
 
     Raises:
         ValueError: a shape, dtype or kind that does not fit, or a `delta` that is missing, out of range or of no use.
@@ -63,7 +63,8 @@ def value_loss(
     """
     check_slots(mask, new_values=new_values, returns=returns)
     _check_kind(kind, delta)
-    return _penalty(masked(new_values, mask) - masked(returns, mask).detach(), delta)
+    loss = _penalty(masked(new_values, mask) - masked(returns, mask).detach(), delta)
+    return ValueLoss(loss, torch.zeros_like(mask))
 
 
 def clipped_value_loss(
@@ -113,13 +114,12 @@ def clipped_value_loss(
     new_values = masked(new_values, mask)
     values, returns = masked(values, mask).detach(), masked(returns, mask).detach()
     unclipped = _penalty(new_values - returns, delta)
-    clipped = _penalty(values + (new_values - values).clamp(-clip, clip) - returns, delta)
+    clipped = _penalty(new_values.clamp(values - clip, values + clip) - returns, delta)
     return ValueLoss(torch.maximum(unclipped, clipped), clipped > unclipped)
 
 
 def _check_kind(kind: str, delta: float | None) -> None:
-    if kind not in get_args(ValueLossKind):
-        raise ValueError(f"kind={kind!r} is no loss of a value; choose from {', '.join(get_args(ValueLossKind))}")
+    check_choice("kind", kind, get_args(ValueLossKind))
     if (kind == "huber") != (delta is not None):
         raise ValueError(f"delta={delta} with kind={kind!r}; huber takes one, squared does not")
     if delta is not None and not 0.0 < delta < math.inf:
@@ -159,5 +159,5 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, reduce:
     check_slots(mask, values=values, returns=returns)
     values, returns = masked(values, mask).detach().double(), masked(returns, mask).detach().double()
     both = torch.stack((returns - values, returns))
-    residual, total = centred_squares(both, means(both, mask, reduce).mean, mask, reduce)
+    residual, total = squares_of(deviations(both, means(both, mask, reduce).mean, mask), reduce)
     return torch.where(total > 0, 1.0 - residual / total, torch.nan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drivetrain_algorithms._moments import Reduce, centred_squares, means
+from drivetrain_algorithms._moments import Reduce, deviations, means, squares_of
 from drivetrain_algorithms._slots import check_slots, masked
 
 _EPSILON = 1e-8
@@ -49,8 +49,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce |
     check_slots(mask, x=x)
     x = masked(x, mask)
     statistics = means(x.unsqueeze(0), mask, reduce)
-    squares = centred_squares(x.unsqueeze(0), statistics.mean, mask, reduce)
-    mean = statistics.mean.to(x.dtype)
-    variance = squares / (statistics.num_slots - 1.0).clamp(min=1.0)
-    whitened = (x - mean) * (variance + _EPSILON).rsqrt().to(x.dtype)
-    return masked(whitened if shift_mean else whitened + mean, mask)
+    deviation = deviations(x.unsqueeze(0), statistics.mean, mask)
+    variance = squares_of(deviation, reduce) / (statistics.num_slots - 1.0).clamp(min=1.0)
+    whitened = deviation[0] * (variance + _EPSILON).rsqrt()
+    return masked((whitened if shift_mean else whitened + statistics.mean).to(x.dtype), mask)

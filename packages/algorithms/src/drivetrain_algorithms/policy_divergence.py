@@ -41,7 +41,7 @@ def dppo_tv(
     must not lose a third. The value of the loss says nothing, its gradient does.
 
     It is verl's `dppo_tv` (δ is its `clip_ratio_low` and `clip_ratio_high`, c its `clip_ratio_c`), SkyRL's `dppo` with
-    `dppo_type="binary_tv"`, and TRL's `DPPOTrainer` with `divergence_type="binary_tv"`.
+    `dppo_type="binary_tv"`.
 
     See Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning" (2026), https://arxiv.org/abs/2602.04879
 
@@ -92,8 +92,7 @@ def dppo_kl(
     And the loss of `dppo_tv` with this D. It is KL(π_old || π) after all other tokens are taken together, and so never
     above the divergence of the whole distributions.
 
-    It is verl's `dppo_kl`, SkyRL's `dppo` with `dppo_type="binary_kl"`, and TRL's `DPPOTrainer` with
-    `divergence_type="binary_kl"`.
+    It is verl's `dppo_kl`, and SkyRL's `dppo` with `dppo_type="binary_kl"`.
 
     See Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning" (2026), https://arxiv.org/abs/2602.04879
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drivetrain_algorithms._moments import Reduce, means
+from drivetrain_algorithms._moments import Reduce, deviations, means
 from drivetrain_algorithms._ratio import (
     PolicyLoss,
     check_clip_range,
@@ -57,9 +57,9 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, red
     """
     check_slots(mask, logprobs=logprobs, advantages=advantages)
     logprobs, advantages = masked(logprobs, mask).detach(), masked(advantages, mask).detach()
-    mean = means(torch.stack((logprobs, advantages)), mask, reduce).mean
-    covariances = (logprobs - mean[0].to(logprobs.dtype)) * (advantages - mean[1].to(advantages.dtype))
-    return masked(covariances, mask)
+    both = torch.stack((logprobs, advantages))
+    deviation = deviations(both, means(both, mask, reduce).mean, mask)
+    return deviation.prod(0).to(both.dtype)
 
 
 def select_clip_cov(

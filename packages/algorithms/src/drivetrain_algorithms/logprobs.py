@@ -31,8 +31,8 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0, 
 
     Raises:
         ValueError: a shape, dtype or temperature that does not fit; with `value_checks`, an unmasked label out of
-            range, or an unmasked slot with NaN, +inf or nothing but -inf. Without, a label out of range is torch's
-            error on a CPU, and an assertion of the device's on an accelerator.
+            range, or an unmasked slot with NaN, +inf or nothing but -inf. Without, an unmasked label out of
+            range is seen on a CPU, and is an assertion of the device's on an accelerator.
 
     Degenerate cases: a vocabulary of one token gives 0; a label whose logit is -inf gives -inf; a masked slot has a
     log-probability and a gradient of exactly 0.
@@ -125,11 +125,12 @@ def logprobs_from_hidden(
     if mask is not None and mask.shape == hidden.shape[:-1]:
         hidden = torch.where(mask.bool().unsqueeze(-1), hidden, 0.0)
     dtype = torch.promote_types(as_float(hidden).dtype, as_float(weight).dtype)
-    logits = hidden.to(dtype) @ weight.to(dtype).T
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = hidden.to(dtype) @ weight.to(dtype).T
     if bias is not None:
         logits = logits + bias
     if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
+        logits = soft_cap * torch.tanh(logits / soft_cap) + 0.0 * logits  # the cap would hide an inf
     return token_logprobs(logits, labels, temperature=temperature, mask=mask)
 
 
@@ -164,12 +165,13 @@ def _check_logits(logits: Tensor, labels: Tensor | None, mask: Tensor | None) ->
     if values_are_read() and logits.numel():
         # NaN, +inf and nothing but -inf show in the largest one.
         require_finite("the largest of logits", logits.detach().amax(-1), mask, None)
-        if labels is not None:
-            outside = (mask & ((labels < 0) | (labels >= logits.shape[-1]))).flatten().nonzero().flatten()
-            if len(outside):
-                first = int(outside[0])
-                raise ValueError(
-                    f"labels is {int(labels.flatten()[first])} at slot {first}; pass ids from 0 to "
-                    f"{logits.shape[-1] - 1}, and mask the slots that have none"
-                )
+    free = labels is not None and labels.device.type == "cpu" and not torch.compiler.is_compiling()
+    if labels is not None and logits.numel() and (free or values_are_read()):
+        outside = (mask & ((labels < 0) | (labels >= logits.shape[-1]))).flatten().nonzero().flatten()
+        if len(outside):
+            first = int(outside[0])
+            raise ValueError(
+                f"labels is {int(labels.flatten()[first])} at slot {first}; pass ids from 0 to "
+                f"{logits.shape[-1] - 1}, and mask the slots that have none"
+            )
     return mask

@@ -441,3 +441,10 @@ def test_one_graph_with_gradients() -> None:
         leaf = rewards.clone().requires_grad_()
         gradients.append(torch.autograd.grad(function(leaf, mask, gamma=0.9).square().sum(), leaf)[0])
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_a_decay_too_small_for_its_dtype_is_no_reset() -> None:
+    rewards = torch.zeros(2048)
+    rewards[-1] = math.nan
+    returns = returns_to_go(rewards, torch.ones(2048, dtype=torch.bool), gamma=1e-3, cu_seqlens=torch.tensor([0, 2048]))
+    assert returns.isnan().all()

@@ -213,3 +213,11 @@ def test_bounds_that_do_not_fit_are_named(
     x = torch.zeros(1, 2)
     with pytest.raises(ValueError, match=message):
         loss(x, x, x, bools([[1, 1]]), **keywords)
+
+
+def test_gmpo_has_no_gradient_beyond_any_float() -> None:
+    logprobs = torch.zeros(1, 1, requires_grad=True)
+    bound = {"clip_low": math.inf, "clip_high": math.inf}
+    gmpo(logprobs, torch.tensor([[-1000.0]]), -torch.ones(1, 1), torch.tensor([[True]]), **bound).loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == 0.0
