@@ -101,7 +101,7 @@ def loss_denominator(
             has nothing to count. None: there is one rank.
 
     Returns:
-        A scalar, float64.
+        A scalar, float64. The counts of micro-batches add up, but for `token_sum`, whose divisor is 1.
 
     Raises:
         ValueError: a shape, dtype or mode that does not fit, or a `norm_length` that is missing or has no use.

@@ -36,8 +36,8 @@ the `mask` of the second. Reject by sequence first.
       policy_ratio_denominator="rollout_policy"
 
 What other frameworks reject stays in their divisor, as with `mask` here; but in verl with `trainer.use_v1=False`, where
-what `rollout_rs` rejects leaves it, as with `keep`. verl bounds the inverse ratio, π_rollout / π_old, in its rejections by k1: hence
-1/high and 1/low.
+what `rollout_rs` rejects leaves it, as with `keep`. verl bounds the inverse ratio, π_rollout / π_old, in its rejections
+by k1: hence 1/high and 1/low.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def filter_groups(
     Where max, min and mean run over the scores of a response's group. Where all scores are the same, every advantage
     that compares siblings is 0, and the group only takes room: DAPO's dynamic sampling leaves it out, and samples other
     prompts until the batch is full again. Leave responses out of the mask, so that they are in no denominator:
-    `mask & kept.unsqueeze(-1)`, or `packed.select(kept.nonzero().flatten())`.
+    `mask & spread_over_tokens(kept, mask, cu_seqlens=cu_seqlens)`.
 
     The defaults are verl's `filter_groups` (but for groups of one: `keep_single`) with the scores as its metric, and
     SkyRL's `filter`. `low=0.0, high=1.0` is OpenRLHF's `dynamic_filtering_reward_range` of 0 1; with `tolerance=-1.0`
