@@ -150,7 +150,7 @@ def test_the_table_of_benchmarks_says_which_claims_hold(root, tmp_path):
     code, table = bench_table(root, results)
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if "│" in line]
     assert code == 0
-    assert rows == [["bench_algorithms", "12.5 ms", "14.20", "10.00", "yes"], ["bench_buffer", "3.2 us", "", "", ""]]
+    assert rows == [["bench_gae", "12.5 ms", "14.20", "10.00", "yes"], ["bench_buffer", "3.2 us", "", "", ""]]
 
     results.write_text(json.dumps({"benchmarks": [*benchmarks, result("late", 2.0, ratio=0.9, owed=1)]}))
     code, table = bench_table(root, results)
