@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,15 +19,18 @@ T = TypeVar("T")
 class Gate:
     """Guards a state that changes on several threads. What waits for a change of it has a deadline, and is counted.
 
-    An `attempt` is called under the lock; it returns None as long as it has to wait.
+    An `attempt` is called under the lock; it returns None as long as it has to wait. A child by fork has neither the
+    threads that would open the gate nor, perhaps, a lock that anybody lets go: there every use is a RuntimeError.
     """
 
     def __init__(self, counters: Counters) -> None:
         self._condition = threading.Condition()
         self._counters = counters
         self._tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._process = os.getpid()
 
     def __enter__(self) -> Self:
+        self._require_own_process()
         self._condition.acquire()
         return self
 
@@ -45,6 +49,7 @@ class Gate:
 
     def wait(self, attempt: Callable[[], T | None], timeout: float, late: Callable[[], str]) -> T:
         """Try until it works. TimeoutError with `late`'s text after `timeout` seconds."""
+        self._require_own_process()
         with self._condition:
             result = attempt()
             if result is not None:
@@ -63,6 +68,7 @@ class Gate:
 
     async def wait_async(self, attempt: Callable[[], T | None], timeout: float, late: Callable[[], str]) -> T:
         """The same without blocking, on any event loop. Cancelling it takes nothing away."""
+        self._require_own_process()
         start = time.monotonic()
         waited = False
         try:
@@ -83,6 +89,13 @@ class Gate:
             if waited:
                 with self._condition:
                     self._counters.waited(time.monotonic() - start)
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this belongs to process {self._process}, from which this one was forked: make one here, or start "
+                "processes by spawn"
+            )
 
     async def _sleep(self, place: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]], seconds: float) -> None:
         try:

@@ -138,7 +138,7 @@ class Sending(Owner):
             self.gate.open()
 
     def drop(self, peer: Peer, why: str) -> None:
-        """Give up a receiver that misbehaves, until it connects again."""
+        """Give up a receiver that misbehaves: nothing is sent to it on this connection any more."""
         log.warning("stream %r: %s", self.stream, why)
         self.links.trouble = why
         self.left(peer)

@@ -206,7 +206,8 @@ class TensorGroup:
         """Send and receive single tensors all at once, in whatever order the others do: nobody waits for a turn.
 
         All members call it, also one that has nothing to move. Between two members, the tensors that one sends are
-        those that the other receives, in the same order and of the same sizes; nothing compares them. All must be
+        those that the other receives, in the same order and of the same sizes. Nothing compares them: of a tensor that
+        is too large a part stays unwritten, and one that is too small ends the process, in gloo. All must be
         contiguous. Errors as for `broadcast`.
         """
         out = [(self._flat(tensor, written=False), to) for tensor, to in sends if tensor.numel()]
@@ -226,8 +227,8 @@ class TensorGroup:
     def sender(self, *, timeout: float) -> Callable[[torch.Tensor, str], None]:
         """`send(tensor, to)` for one contiguous tensor, as code that moves single tensors takes it.
 
-        Each call waits until the tensor may be changed, up to `timeout` seconds. Pairs with `receiver`; nothing
-        compares the two sides' tensors but their sizes. Errors as for `broadcast`.
+        Each call waits until the tensor may be changed, up to `timeout` seconds. Pairs with `receiver`; as for
+        `exchange`, nothing compares the two sides' tensors. Errors as for `broadcast`.
         """
 
         def send(tensor: torch.Tensor, to: str) -> None:
