@@ -7,11 +7,7 @@ This file is also the program that each of the two ranks runs; it leaves what it
 """
 
 import itertools
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -19,6 +15,7 @@ import torch
 import torch.distributed as dist
 from drivetrain_algorithms import AggregationMode, Reduce, aggregate, loss_denominator, ppo_clip
 from drivetrain_learner import Learner, LearnerConfig, LossTerms, PackedBatch, PolicyModel
+from gloo_ranks import be_a_rank, run_ranks
 from torch import Tensor
 
 WORLD = 2
@@ -134,26 +131,9 @@ def look(rank: int) -> dict[str, Any]:
     return found
 
 
-def main(rank: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=WORLD)
-    Path(folder, f"{rank}.json").write_text(json.dumps(look(int(rank))))
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    program, environment = [sys.executable, __file__], os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([*program, str(rank), str(folder)], env=environment) for rank in range(WORLD)]
-    try:
-        codes = [rank.wait(timeout=150) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert codes == [0] * WORLD
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return run_ranks(__file__, tmp_path_factory.mktemp("ranks"), world=WORLD)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -173,4 +153,4 @@ def test_an_average_of_averages_would_be_seen(found: list[dict[str, Any]]) -> No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    be_a_rank(*sys.argv[1:], lambda: look(int(sys.argv[1])), world=WORLD)

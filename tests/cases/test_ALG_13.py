@@ -3,12 +3,9 @@ for the same reward: THUDM/slime#2235, verl-project/verl#6497, axon-rl/gem#113.
 
 This file is also the program that each of two gloo ranks runs; it leaves what it found as JSON."""
 
-import json
-import os
-import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ from drivetrain_algorithms import (
     spread_over_tokens,
     whiten,
 )
+from gloo_ranks import be_a_rank, run_ranks
 from torch import Tensor
 
 WORLD = 2
@@ -84,26 +82,13 @@ def all_reduce(x: Tensor) -> Tensor:
     return total
 
 
-def main(rank: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=WORLD)
-    found = Batch([int(rank)]).results(all_reduce)
-    Path(folder, f"{rank}.json").write_text(json.dumps({name: x.tolist() for name, x in found.items()}))
-    dist.destroy_process_group()
+def look(rank: int) -> dict[str, Any]:
+    return {name: x.tolist() for name, x in Batch([rank]).results(all_reduce).items()}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    program, environment = [sys.executable, __file__], os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([*program, str(rank), str(folder)], env=environment) for rank in range(WORLD)]
-    try:
-        codes = [rank.wait(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0] * WORLD
-    files = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    files = run_ranks(__file__, tmp_path_factory.mktemp("ranks"), world=WORLD)
     return [{name: torch.tensor(x) for name, x in file.items()} for file in files]
 
 
@@ -158,4 +143,4 @@ def test_what_groups_normalised_is_not_whitened_again_unless_asked_for() -> None
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    be_a_rank(*sys.argv[1:], lambda: look(int(sys.argv[1])), world=WORLD)

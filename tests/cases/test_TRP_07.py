@@ -13,8 +13,6 @@ import random
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -25,6 +23,7 @@ from drivetrain_rollout.remote import PROTOCOL as ROLLOUT
 from drivetrain_rollout.remote import RemoteEngine, serve
 from drivetrain_rollout.testing import ScriptedEngine
 from drivetrain_transport import Endpoint, FrameError, Peer, Protocol, decode
+from waiting import wait_until
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -45,13 +44,6 @@ async def answer(_: Peer, request: Ask) -> Tell:
 def assert_serves(server: Endpoint) -> None:
     with Endpoint.connect(server.address, protocol=PROTOCOL) as client:
         assert client.peer.call(Ask(x=1), timeout=10) == Tell(x=2)
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.005)
 
 
 def listening() -> set[str]:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain_transport.device import GroupBroken, Rendezvous, TensorGroup
+from programs import environment
 
 MEMBERS = ("server", "trainer")
 JOIN_S = 30.0
@@ -109,13 +110,12 @@ class Role:
     """One of the two processes, and the lines that it has said."""
 
     def __init__(self, *arguments: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, __file__, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=environment(),
         )
 
     def says(self, key: str) -> dict[str, Any]:

@@ -1,10 +1,7 @@
 """Two ranks on gloo. This file is also the program that each rank runs; it leaves what it found as JSON."""
 
 import itertools
-import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ from drivetrain_learner import (
     load_checkpoint,
     save_checkpoint,
 )
+from gloo_ranks import be_a_rank, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -216,19 +214,10 @@ def resume(rank: int) -> dict[str, Any]:
     }
 
 
-def main(rank: str, folder: str, device: str) -> None:
+def looks(rank: int, device: str) -> dict[str, Any]:
     global DEVICE
     DEVICE = device
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(int(rank))
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=WORLD
-    )
-    found = {look.__name__: look(int(rank)) for look in (partitions, ones, micro_batches, resume)}
-    Path(f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return {look.__name__: look(rank) for look in (partitions, ones, micro_batches, resume)}
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two GPUs")
@@ -236,19 +225,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs t
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.multigpu, two_gpus])])
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    program = [sys.executable, __file__]
-    ranks = [
-        subprocess.Popen([*program, str(rank), str(folder), request.param], env=os.environ | {"OMP_NUM_THREADS": "1"})
-        for rank in range(WORLD)
-    ]
-    try:
-        codes = [rank.wait(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0] * WORLD
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return run_ranks(__file__, tmp_path_factory.mktemp("ranks"), request.param, world=WORLD)
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
@@ -293,4 +270,5 @@ def test_a_sharded_learner_resumes_bit_equal_and_on_another_layout(found: list[d
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rank, folder, device = sys.argv[1:]
+    be_a_rank(rank, folder, lambda: looks(int(rank), device), world=WORLD, device=device)

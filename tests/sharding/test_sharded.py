@@ -1,16 +1,12 @@
 """Two ranks on gloo. This file is also the program that each rank runs; it leaves what it found as JSON."""
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from drivetrain_sharding import digest, load_named_tensors, manifest, named_tensors, shard_model
+from gloo_ranks import be_a_rank, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -91,25 +87,9 @@ def look() -> dict[str, Any]:
     return found
 
 
-def main(rank: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=WORLD)
-    Path(folder, f"{rank}.json").write_text(json.dumps(look()))
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    program, environment = [sys.executable, __file__], os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([*program, str(rank), str(folder)], env=environment) for rank in range(WORLD)]
-    try:
-        codes = [rank.wait(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0] * WORLD
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return run_ranks(__file__, tmp_path_factory.mktemp("ranks"), world=WORLD)
 
 
 def test_uneven_parameters_are_split_and_stay_tied(found: list[dict[str, Any]]) -> None:
@@ -153,4 +133,4 @@ def test_mixed_precision_keeps_the_shards_in_fp32(found: list[dict[str, Any]]) -
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    be_a_rank(*sys.argv[1:], look, world=WORLD)

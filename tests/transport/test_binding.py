@@ -3,8 +3,6 @@
 import pickle  # noqa: TID251  # to see that it is refused
 import socket
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,6 +10,7 @@ import pytest
 import zmq
 from drivetrain_transport import Endpoint, Keys, Peer, PeerRefused, Protocol, make_keys
 from drivetrain_transport._endpoints.envelopes import Attach, Goodbye, Hello, Reply, Request, pack, unpack
+from waiting import wait_until
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -27,13 +26,6 @@ PROTOCOL = Protocol(requests=Ask, replies=Tell, version="7")
 
 async def answer(peer: Peer, request: Ask) -> Tell:
     return Tell(x=request.x + 1)
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.005)
 
 
 def assert_serves(server: Endpoint) -> None:

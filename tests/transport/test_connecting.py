@@ -8,13 +8,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 from drivetrain_transport import Endpoint, Keys, Peer, PeerLost, Protocol, make_keys
+from waiting import wait_until
 
 WORKER = """
 import sys, time, msgspec
@@ -100,15 +101,6 @@ def line(running: "subprocess.Popen[str]") -> str:
     text = running.stdout.readline()
     assert text, "the process ended: " + (running.stderr.read() if running.stderr else "")
     return text.strip()
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float) -> float:
-    """Seconds until the condition holds."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() < start + timeout, f"waited {timeout} s for {what}"
-        time.sleep(0.005)
-    return time.monotonic() - start
 
 
 def test_a_killed_worker_is_noticed_at_once_and_its_call_fails() -> None:

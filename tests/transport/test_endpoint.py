@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from drivetrain_transport import Endpoint, FrameError, Handler, Peer, PeerLost, Protocol, RemoteError, make_keys
+from waiting import wait_until
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
@@ -56,13 +57,6 @@ def pair(
     with Endpoint.bind(protocol=PROTOCOL, handler=bound, **options) as server:  # type: ignore[arg-type]
         with Endpoint.connect(server.address, protocol=PROTOCOL, handler=connected, name="worker") as client:
             yield server.wait_for_peer(timeout=10), client.peer
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.005)
 
 
 def test_either_side_asks() -> None:

@@ -20,6 +20,8 @@ import pytest
 import torch
 from drivetrain_transport import PeerRefused, load_keys, make_keys
 from drivetrain_transport.device import GroupBroken, Rendezvous, TensorGroup
+from programs import environment
+from waiting import wait_until
 
 BUCKET = 1024
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -75,8 +77,7 @@ def members(names: tuple[str, ...] = PAIR, **options: Any) -> Iterator[list[Call
 def process(address: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Another member, as a process: see the end of this file."""
     command = [sys.executable, __file__, address, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as child:
         try:
             yield child
         finally:
@@ -87,13 +88,6 @@ def process(address: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def said(child: subprocess.Popen[str], what: str) -> None:
     assert child.stdout is not None
     assert child.stdout.readline().strip() == what
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.01)
 
 
 def resources() -> tuple[int, int]:

@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +17,8 @@ import pytest
 import torch
 from drivetrain_transport import Endpoint, Peer, Protocol
 from drivetrain_transport.device import TensorExports, TensorHandle, import_tensor
+from programs import environment
+from waiting import wait_until
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
@@ -71,19 +72,12 @@ async def importer(_: Peer, request: Look | Add | Drop) -> Seen | Failed:
 @contextmanager
 def other_process() -> Iterator[tuple[Peer, subprocess.Popen[bytes]]]:
     with Endpoint.bind(protocol=PROTOCOL) as endpoint:
-        with subprocess.Popen([sys.executable, __file__, endpoint.address]) as child:
+        with subprocess.Popen([sys.executable, __file__, endpoint.address], env=environment()) as child:
             try:
                 yield endpoint.wait_for_peer(timeout=60), child
             finally:
                 child.kill()
                 child.wait(10)
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.01)
 
 
 def descriptors() -> int:

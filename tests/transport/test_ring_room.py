@@ -16,13 +16,7 @@ import pytest
 import torch
 from drivetrain_transport import Lease, PeerLost, Ring
 from hypothesis import strategies as st
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.005)
+from waiting import wait_until
 
 
 @contextmanager

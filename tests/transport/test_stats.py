@@ -3,14 +3,13 @@
 import asyncio
 import concurrent.futures
 import threading
-import time
-from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
 from drivetrain_transport import ChannelStats, Endpoint, Peer, PeerLost, Protocol, RemoteError, encode
 from drivetrain_transport._stats import Counters
+from waiting import wait_until
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -29,13 +28,6 @@ async def answer(_: Peer, request: Ask) -> Tell:
     if request.what == "fail":
         raise LookupError("as asked")
     return Tell(size=0 if request.tensor is None else request.tensor.numel())
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.005)
 
 
 def test_counters_make_stats() -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from drivetrain_transport._machine import boot_id, namespace
+
 if TYPE_CHECKING:
     import torch
 
@@ -60,9 +62,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
             can.add("torch")
             can |= _collectives(sys.modules.get("torch"))
         return cls(
-            boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            processes=os.readlink("/proc/self/ns/pid"),
-            network=os.readlink("/proc/self/ns/net"),
+            boot=boot_id(),
+            processes=namespace("pid"),
+            network=namespace("net"),
             hostname=socket.gethostname(),
             pid=os.getpid(),
             device_kind=kind,

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 
-class ChannelStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one channel from its beginning to the moment it was asked. A number that a channel has no use for is 0.
-
-    Bytes are those of messages: their frames together, without what the wire below adds.
-    """
-
-    name: str
-    """Whose counts these are: a peer's name, an address, a stream's or a segment's name."""
-
+class _Counts(msgspec.Struct, kw_only=True):
     messages_sent: int = 0
     messages_received: int = 0
     bytes_sent: int = 0
@@ -38,32 +28,26 @@ class ChannelStats(msgspec.Struct, frozen=True, kw_only=True):
     queued_high_water: int = 0
     """The most that were ever on their way at once."""
 
+
+class ChannelStats(_Counts, frozen=True, kw_only=True):  # type: ignore[misc]  # dataclasses could not, structs can
+    """Counts of one channel from its beginning to the moment it was asked. A number that a channel has no use for is 0.
+
+    Bytes are those of messages: their frames together, without what the wire below adds.
+    """
+
+    name: str
+    """Whose counts these are: a peer's name, an address, a stream's or a segment's name."""
+
     def __add__(self, other: ChannelStats) -> ChannelStats:
         """Both together, under this one's name. High-water marks add up to a bound: they may lie at different times."""
         if not isinstance(other, ChannelStats):
             return NotImplemented
-        fields = {field: getattr(self, field) + getattr(other, field) for field in _COUNTS}
+        fields = {field: getattr(self, field) + getattr(other, field) for field in _Counts.__struct_fields__}
         return ChannelStats(name=self.name, **fields)
 
 
-_COUNTS = tuple(field for field in ChannelStats.__struct_fields__ if field != "name")
-
-
-@dataclass(slots=True)
-class Counters:
+class Counters(_Counts):
     """The numbers of a `ChannelStats` while they grow. Each is to be changed by one thread at a time; any may read."""
-
-    messages_sent: int = 0
-    messages_received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    waits: int = 0
-    wait_seconds: float = 0.0
-    redelivered: int = 0
-    duplicates: int = 0
-    refused: int = 0
-    queued: int = 0
-    queued_high_water: int = 0
 
     def sent(self, size: int) -> None:
         """Count a message of this many bytes that went out."""
@@ -88,4 +72,4 @@ class Counters:
 
     def snapshot(self, name: str) -> ChannelStats:
         """The numbers as they are now."""
-        return ChannelStats(name=name, **{field: getattr(self, field) for field in _COUNTS})
+        return ChannelStats(name=name, **msgspec.structs.asdict(self))

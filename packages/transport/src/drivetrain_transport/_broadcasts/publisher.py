@@ -10,6 +10,9 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
+from drivetrain_transport._channels.gate import Gate
+from drivetrain_transport._channels.links import Links, Owner, Terms
+from drivetrain_transport._channels.payload import HEADROOM, size_of, to_frames
 from drivetrain_transport._codec.frames import MAX_BYTES
 from drivetrain_transport._codec.tensors import Blob
 from drivetrain_transport._endpoints.core import Core
@@ -17,9 +20,6 @@ from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._endpoints.protocol import Protocol
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._stats import ChannelStats, Counters
-from drivetrain_transport._streams.gate import Gate
-from drivetrain_transport._streams.links import Links, Owner, Terms
-from drivetrain_transport._streams.wire import HEADROOM, size_of, to_frames
 
 T = TypeVar("T")
 

@@ -8,15 +8,15 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from drivetrain_transport._broadcasts.publisher import POLL_S, PROTOCOL, Fetch, Published, Unchanged, Value
+from drivetrain_transport._channels.gate import Gate
+from drivetrain_transport._channels.links import Links, Owner, Terms
+from drivetrain_transport._channels.payload import HEADROOM, from_frames, size_of
 from drivetrain_transport._codec.frames import MAX_BYTES
 from drivetrain_transport._endpoints.core import Core
 from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._errors import FrameError, PeerLost
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._stats import ChannelStats, Counters
-from drivetrain_transport._streams.gate import Gate
-from drivetrain_transport._streams.links import Links, Owner, Terms
-from drivetrain_transport._streams.wire import HEADROOM, from_frames, size_of
 
 T = TypeVar("T")
 

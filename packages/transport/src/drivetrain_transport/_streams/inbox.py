@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from drivetrain_transport._channels.payload import size_of
 from drivetrain_transport._errors import FrameError, StreamTaken
 from drivetrain_transport._stats import Counters
 from drivetrain_transport._streams.numbers import Numbers, to_ranges
-from drivetrain_transport._streams.wire import Item, Join, Offer, Push, Settle, size_of
+from drivetrain_transport._streams.wire import Item, Join, Offer, Push, Settle
 
 if TYPE_CHECKING:
     from drivetrain_transport._endpoints.peer import Peer

@@ -38,11 +38,6 @@ class Numbers:
         """One past the largest number."""
         return max(self._above, default=self.below - 1) + 1
 
-    @property
-    def spread(self) -> int:
-        """How many numbers are remembered one by one."""
-        return len(self._above)
-
     def add(self, number: int) -> None:
         if number == self.below:
             self.below += 1

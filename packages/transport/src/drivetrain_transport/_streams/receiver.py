@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from drivetrain_transport._channels.payload import from_frames
 from drivetrain_transport._codec.frames import MAX_BYTES
 from drivetrain_transport._errors import FrameError
 from drivetrain_transport._keys import Keys
@@ -15,7 +16,6 @@ from drivetrain_transport._stats import ChannelStats
 from drivetrain_transport._streams.inbox import Entry
 from drivetrain_transport._streams.journal import Journal
 from drivetrain_transport._streams.receiving import Receiving, make_engine
-from drivetrain_transport._streams.wire import from_frames
 
 T = TypeVar("T")
 

@@ -9,16 +9,17 @@ import secrets
 import socket
 from typing import Any
 
+from drivetrain_transport._channels.gate import Gate
+from drivetrain_transport._channels.links import Links, Owner, Terms
+from drivetrain_transport._channels.payload import HEADROOM
 from drivetrain_transport._endpoints.core import Core
 from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._errors import PeerLost, RemoteError
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._stats import Counters
-from drivetrain_transport._streams.gate import Gate
 from drivetrain_transport._streams.inbox import Inbox, Source
 from drivetrain_transport._streams.journal import Journal
-from drivetrain_transport._streams.links import Links, Owner, Terms
-from drivetrain_transport._streams.wire import HEADROOM, PROTOCOL, TAKEN, Join, Offer, Push, Settle, Taken
+from drivetrain_transport._streams.wire import PROTOCOL, TAKEN, Join, Offer, Push, Settle, Taken
 
 _CALL_S = 600.0
 

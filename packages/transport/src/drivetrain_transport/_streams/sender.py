@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from drivetrain_transport._channels.payload import size_of, to_frames
 from drivetrain_transport._codec.frames import MAX_BYTES
 from drivetrain_transport._codec.tensors import Blob
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._stats import ChannelStats
 from drivetrain_transport._streams.numbers import Ranges, each
 from drivetrain_transport._streams.sending import Sending, make_engine
-from drivetrain_transport._streams.wire import size_of, to_frames
 
 log = logging.getLogger("drivetrain_transport")
 

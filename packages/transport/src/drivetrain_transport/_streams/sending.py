@@ -10,28 +10,17 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from drivetrain_transport._channels.gate import Gate
+from drivetrain_transport._channels.links import Links, Owner, Terms
+from drivetrain_transport._channels.payload import BATCH_BYTES, HEADROOM
 from drivetrain_transport._endpoints.core import Core
 from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._errors import FrameError, PeerLost, RemoteError, StreamTaken
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._stats import Counters
-from drivetrain_transport._streams.gate import Gate
-from drivetrain_transport._streams.links import Links, Owner, Terms
 from drivetrain_transport._streams.numbers import check
 from drivetrain_transport._streams.window import Lane, Message, Window
-from drivetrain_transport._streams.wire import (
-    BATCH_BYTES,
-    HEADROOM,
-    PROTOCOL,
-    SPAN,
-    TAKEN,
-    Item,
-    Join,
-    Offer,
-    Push,
-    Settle,
-    Taken,
-)
+from drivetrain_transport._streams.wire import PROTOCOL, SPAN, TAKEN, Item, Join, Offer, Push, Settle, Taken
 
 _BATCH = 1024
 _DEPTH = 2

@@ -6,13 +6,13 @@ import itertools
 import mmap
 import os
 import threading
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 import torch
 
+from drivetrain_transport._machine import boot_id, namespace
 from drivetrain_transport.device import _accelerator as accelerator
 
 
@@ -163,8 +163,7 @@ def import_tensor(handle: TensorHandle) -> torch.Tensor:
 
 def machine() -> str:
     """Names what shares memory with this process: the running kernel, and the process namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{os.uname().nodename} {boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{os.uname().nodename} {boot_id()} {namespace('pid')}"
 
 
 def _check_extent(handle: TensorHandle, dtype: torch.dtype) -> None:

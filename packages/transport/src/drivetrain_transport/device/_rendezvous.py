@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +17,7 @@ from drivetrain_transport._endpoints.endpoint import Endpoint
 from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._errors import GroupBroken, PeerLost
 from drivetrain_transport._keys import Keys
+from drivetrain_transport._machine import boot_id, namespace
 from drivetrain_transport.device._table import Table
 from drivetrain_transport.device._words import (
     PROTOCOL,
@@ -252,5 +252,4 @@ class Rendezvous:
 
 def machine() -> str:
     """Names what shares loopback with this process: the running kernel, and the network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
+    return f"{socket.gethostname()} {boot_id()} {namespace('net')}"

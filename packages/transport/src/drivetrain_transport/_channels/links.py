@@ -124,11 +124,6 @@ class Links:
         """Who is connected now."""
         return tuple(peer for core in self._cores.copy().values() for peer in core.peers)
 
-    @property
-    def refused(self) -> int:
-        """How many messages the endpoints that stand now have refused."""
-        return sum(core.refused for core in self._cores.copy().values())
-
     def core_here(self) -> Core:
         """The endpoint on whose loop this is called."""
         return next(core for core in self._peers.copy() if core.on_own_thread())

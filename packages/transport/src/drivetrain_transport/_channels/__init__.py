@@ -1,0 +1,1 @@
+"""What channels that outlive their connections have in common."""
