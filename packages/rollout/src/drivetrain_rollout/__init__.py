@@ -14,6 +14,8 @@ from drivetrain_rollout.engine import (
     WeightsRefused,
     WeightsState,
     WeightUpdate,
+    WeightWrite,
+    Writer,
 )
 from drivetrain_rollout.types import (
     Completion,
@@ -38,6 +40,8 @@ __all__ = [
     "RolloutGroup",
     "SamplingParams",
     "WeightUpdate",
+    "WeightWrite",
     "WeightsRefused",
     "WeightsState",
+    "Writer",
 ]

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +27,8 @@ from drivetrain_rollout.engine import (
     WeightsRefused,
     WeightsState,
     WeightUpdate,
+    WeightWrite,
+    Writer,
 )
 from drivetrain_rollout.types import Completion, GenerateRequest
 
@@ -73,6 +75,12 @@ class Backend(Protocol):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all weights and empty the caches; nothing is running. Any exception leaves them unusable."""
 
+    def parameters(self) -> Mapping[str, Tensor]:
+        """What it samples with, by name. Asked for only if ``info.can_write``."""
+
+    def write(self, act: Callable[[], str]) -> str:
+        """Let ``act`` change the parameters in place, and empty the caches; nothing is running."""
+
     def sleep(self, level: int) -> None:
         """Give the device's memory back; nothing is running."""
 
@@ -86,13 +94,14 @@ class Backend(Protocol):
 class EngineLoop:
     """Runs in the engine's thread; other threads call ``put`` and read the public attributes."""
 
-    def __init__(self, backend: Backend, *, digest: DigestFunction | None) -> None:
+    def __init__(self, backend: Backend, *, digest: DigestFunction | None, writer: Writer | None) -> None:
         self.weights = WeightsState(policy_version=0, digest=None, status="ready")
         self.end: End | None = None
         self.closing_error: Exception | None = None
         self.beat = time.monotonic()
         self._backend = backend
         self._digest = digest
+        self._writer = writer
         self._inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._ending = threading.Lock()
         self._backlog: deque[Generate | Barrier] = deque()
@@ -249,6 +258,32 @@ class EngineLoop:
                 "whole update succeeds"
             ) from error
         self.weights = WeightsState(policy_version=update.policy_version, digest=update.digest, status="ready")
+        return self.weights
+
+    def write(self, write: WeightWrite) -> WeightsState:
+        """Barrier: let the writer put other weights in place of the present ones."""
+        if self._asleep:
+            raise RuntimeError("write_weights: the engine sleeps; wake it first")
+        if self._writer is None:
+            raise RuntimeError("write_weights: the engine was made without a writer (info.can_write is False)")
+        try:
+            act = self._writer(self._backend.parameters(), write.message)
+        except Exception as error:
+            raise WeightsRefused(f"policy version {write.policy_version}: it cannot be written: {error}") from error
+        self._drop_weights()
+        try:
+            digest = self._backend.write(act)
+        except Exception as error:
+            raise WeightsRefused(
+                f"policy version {write.policy_version}: writing broke off ({error!r}); nothing is served until a "
+                "whole update succeeds"
+            ) from error
+        if digest != write.digest:
+            raise WeightsRefused(
+                f"policy version {write.policy_version}: the digest of what is in place now is {digest}, that of the "
+                f"update {write.digest}; nothing is served until a whole update succeeds"
+            )
+        self.weights = WeightsState(policy_version=write.policy_version, digest=digest, status="ready")
         return self.weights
 
     def sleep(self, level: int) -> None:

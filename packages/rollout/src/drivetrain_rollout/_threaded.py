@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from drivetrain_rollout._checks import check_request
 from drivetrain_rollout._jobs import Abort, Barrier, Close, Generate, Ping, Reply
 from drivetrain_rollout._loop import Backend, EngineLoop
@@ -21,6 +23,8 @@ from drivetrain_rollout.engine import (
     RolloutEngine,
     WeightsState,
     WeightUpdate,
+    WeightWrite,
+    Writer,
 )
 from drivetrain_rollout.types import Completion, GenerateRequest
 
@@ -37,7 +41,14 @@ class ThreadedEngine(RolloutEngine):
     request, or the thread's own end. produces: completions.
     """
 
-    def __init__(self, build: Callable[[], Backend], config: EngineConfig, *, digest: DigestFunction | None) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Backend],
+        config: EngineConfig,
+        *,
+        digest: DigestFunction | None,
+        writer: Writer | None = None,
+    ) -> None:
         """Start the thread and wait until ``build``, called in it, has returned the model.
 
         Raises:
@@ -47,7 +58,7 @@ class ThreadedEngine(RolloutEngine):
         self._config = config
         started: Future[tuple[EngineLoop, EngineInfo]] = Future()
         self._thread = threading.Thread(
-            target=_serve, args=(build, digest, started), name=f"drivetrain-{config.engine}", daemon=True
+            target=_serve, args=(build, digest, writer, started), name=f"drivetrain-{config.engine}", daemon=True
         )
         self._thread.start()
         try:
@@ -81,6 +92,13 @@ class ThreadedEngine(RolloutEngine):
 
     async def update_weights(self, update: WeightUpdate) -> WeightsState:
         job = Barrier(f"update_weights to version {update.policy_version}", partial(self._loop.update, update))
+        state: WeightsState = await self._ask(job, job.reply, job.what)
+        return state
+
+    async def write_weights(self, write: WeightWrite) -> WeightsState:
+        if not self._info.can_write:
+            return await super().write_weights(write)
+        job = Barrier(f"write_weights to version {write.policy_version}", partial(self._loop.write, write))
         state: WeightsState = await self._ask(job, job.reply, job.what)
         return state
 
@@ -128,11 +146,15 @@ class ThreadedEngine(RolloutEngine):
 
 
 def _serve(
-    build: Callable[[], Backend], digest: DigestFunction | None, started: Future[tuple[EngineLoop, EngineInfo]]
+    build: Callable[[], Backend],
+    digest: DigestFunction | None,
+    writer: Writer | None,
+    started: Future[tuple[EngineLoop, EngineInfo]],
 ) -> None:
     try:
         backend = build()
-        loop, info = EngineLoop(backend, digest=digest), backend.info
+        loop = EngineLoop(backend, digest=digest, writer=writer)
+        info = msgspec.structs.replace(backend.info, can_write=backend.info.can_write and writer is not None)
     except BaseException as error:  # noqa: BLE001 - the constructor waits for it
         started.set_exception(error)
         return

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -89,6 +89,28 @@ def load_weights(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         RuntimeError: parameters of the model that no tensor went into.
     """
     engine.collective_rpc(_load_in_worker, args=(tensors, engine.vllm_config))
+    _empty_caches(engine)
+
+
+def parameters(engine: Any) -> dict[str, Tensor]:
+    """The model's own parameters, each once."""
+    [found] = engine.collective_rpc(lambda worker: dict(worker.get_model().named_parameters()))
+    return {name: parameter.data for name, parameter in found.items()}
+
+
+def write_weights(engine: Any, act: Callable[[], str]) -> str:
+    """Call ``act``, which writes the parameters, and empty the caches."""
+    import torch
+
+    torch.cuda.synchronize()  # no kernel of the last step reads the parameters any more
+    with torch.no_grad():
+        digest = act()
+    torch.cuda.synchronize()
+    _empty_caches(engine)
+    return digest
+
+
+def _empty_caches(engine: Any) -> None:
     engine.reset_encoder_cache()
     if not engine.reset_prefix_cache():
         raise RuntimeError("vLLM could not empty its prefix cache: blocks of it are still in use")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
@@ -116,6 +116,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dtype: str
     device: Device
     can_sleep: bool
+    can_write: bool = False
+    """Whether ``write_weights`` works: the engine has a writer, and samples with its parameters as they lie."""
 
 
 class WeightsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,8 +143,26 @@ class WeightUpdate:
     until ``update_weights`` returns. Of tied tensors either both or the embedding alone."""
 
 
+class WeightWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new version that the engine's ``Writer`` puts straight into the parameters that it samples with."""
+
+    policy_version: int
+    digest: str
+    """What the writer must find in the parameters once they are written."""
+    message: bytes
+    """For the writer: where the values lie, and how. The engine does not read it."""
+
+
 DigestFunction: TypeAlias = "Callable[[Iterable[tuple[str, Tensor]]], str]"
 """Content hash of named tensors; independent of their order and device."""
+
+Writer: TypeAlias = "Callable[[Mapping[str, Tensor], bytes], Callable[[], str]]"
+"""Brings weights that are not sent as tensors: out of memory that another process shares, over a group of GPUs.
+
+It is called with the engine's parameters, by the names that they have there, and with ``WeightWrite.message``. It
+checks that all can be done, and changes nothing yet. What it returns is called next: that writes every parameter, in
+place, and returns the digest of what they hold then. Both are called in the engine's thread, while nothing is sampled.
+"""
 
 
 class RolloutEngine(ABC):
@@ -186,6 +206,20 @@ class RolloutEngine(ABC):
                 ``weights.status`` is ``refused`` and ``generate`` raises ``stale_weights`` until an update succeeds.
             RuntimeError: the engine sleeps, is closed or has failed.
         """
+
+    async def write_weights(self, write: WeightWrite) -> WeightsState:
+        """Serve other weights, which the engine's writer puts in place of the present ones: no second copy is made.
+
+        Raises:
+            WeightsRefused: the writer found, before it changed anything, that it cannot be done: what was served
+                before is served still. Or it broke off, or the parameters have another digest than they should: then
+                ``weights.status`` is ``refused`` and ``generate`` raises ``stale_weights`` until an update succeeds.
+            RuntimeError: the engine sleeps, is closed or has failed, or cannot do this (``info.can_write``).
+        """
+        raise RuntimeError(
+            f"write_weights to version {write.policy_version}: {self.info.engine} on {self.info.device} cannot be "
+            "written in place as it was started (info.can_write is False)"
+        )
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain_rollout._checks import Manifest
 from drivetrain_rollout._loop import Sampled
 from drivetrain_rollout._threaded import ThreadedEngine
-from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo
+from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo, Writer
 from drivetrain_rollout.types import GenerateRequest
 
 if TYPE_CHECKING:
@@ -28,19 +28,22 @@ class TransformersEngine(ThreadedEngine):
     Args:
         config: ``engine_args`` are further arguments of ``AutoModelForCausalLM.from_pretrained``.
         digest: checks every update; without it the digest of an update is recorded as it was sent.
+        writer: what ``write_weights`` calls, with the model's parameters and saved buffers.
 
     Raises:
         ValueError: ``kv_cache_bytes`` is given (the cache has no budget here), or there is no such model.
         TimeoutError: the model was not loaded within ``config.start_timeout``.
     """
 
-    def __init__(self, config: EngineConfig, *, digest: DigestFunction | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, digest: DigestFunction | None = None, writer: Writer | None = None
+    ) -> None:
         if config.kv_cache_bytes is not None:
             raise ValueError(
                 f"kv_cache_bytes {config.kv_cache_bytes}: the transformers engine has no budget for its KV cache; "
                 "leave it out and bound max_num_seqs and max_model_len"
             )
-        super().__init__(partial(_TransformersBackend, config), config, digest=digest)
+        super().__init__(partial(_TransformersBackend, config), config, digest=digest, writer=writer)
 
 
 @dataclass(slots=True)
@@ -97,6 +100,7 @@ class _TransformersBackend:
             dtype=str(dtype).removeprefix("torch."),
             device=config.device,
             can_sleep=False,
+            can_write=True,
         )
 
     def add(self, key: int, request: GenerateRequest) -> None:
@@ -209,6 +213,16 @@ class _TransformersBackend:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 served[name].copy_(tensor)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        state = self._model.state_dict()
+        return {name: state[name] for name in self.manifest.shapes}
+
+    def write(self, act: Callable[[], str]) -> str:
+        import torch
+
+        with torch.no_grad():
+            return act()
 
     def sleep(self, level: int) -> None:
         raise AssertionError(f"sleep({level}), but info.can_sleep is False")

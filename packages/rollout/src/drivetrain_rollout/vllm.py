@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from drivetrain_rollout import _vllm_versions as versions
 from drivetrain_rollout._checks import Manifest
 from drivetrain_rollout._loop import Sampled
 from drivetrain_rollout._threaded import ThreadedEngine
-from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo
+from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo, Writer
 from drivetrain_rollout.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class VLLMEngine(ThreadedEngine):
     Args:
         config: ``engine_args`` are further arguments of ``vllm.EngineArgs``.
         digest: checks every update; without it the digest of an update is recorded as it was sent.
+        writer: what ``write_weights`` calls, with vLLM's own parameters (fused and cut as vLLM has them). On a GPU, and
+            with weights that are not quantized; a CPU's are packed.
 
     Raises:
         ValueError: an argument vLLM does not know, or that this engine sets itself; a device vLLM is not built for.
@@ -62,8 +64,10 @@ class VLLMEngine(ThreadedEngine):
         TimeoutError: the model was not loaded within ``config.start_timeout``.
     """
 
-    def __init__(self, config: EngineConfig, *, digest: DigestFunction | None = None) -> None:
-        super().__init__(partial(_VLLMBackend, config), config, digest=digest)
+    def __init__(
+        self, config: EngineConfig, *, digest: DigestFunction | None = None, writer: Writer | None = None
+    ) -> None:
+        super().__init__(partial(_VLLMBackend, config), config, digest=digest, writer=writer)
 
 
 class _VLLMBackend:
@@ -116,6 +120,7 @@ class _VLLMBackend:
             dtype=dtype,
             device=config.device,
             can_sleep=config.device == "cuda" and bool(config.engine_args.get("enable_sleep_mode")),
+            can_write=config.device == "cuda" and model_config.quantization is None,
         )
 
     def add(self, key: int, request: GenerateRequest) -> None:
@@ -146,6 +151,12 @@ class _VLLMBackend:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         versions.load_weights(self._engine, tensors.items())
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return versions.parameters(self._engine)
+
+    def write(self, act: Callable[[], str]) -> str:
+        return versions.write_weights(self._engine, act)
 
     def sleep(self, level: int) -> None:
         self._engine.sleep(level)

@@ -21,6 +21,7 @@ from drivetrain_rollout.engine import (
     WeightsRefused,
     WeightsState,
     WeightUpdate,
+    WeightWrite,
 )
 from drivetrain_rollout.remote import _messages as messages
 from drivetrain_rollout.types import Completion, GenerateRequest
@@ -149,6 +150,12 @@ class RemoteEngine(RolloutEngine):
             await self._call(messages.Bucket(update=number, names=names, tensors=tensors), "update_weights")
         commit = messages.Commit(update=number, policy_version=update.policy_version, digest=update.digest)
         await self._call(commit, f"update_weights to version {update.policy_version}")
+        return self._weights
+
+    async def write_weights(self, write: WeightWrite) -> WeightsState:
+        if not self._info.can_write:
+            return await super().write_weights(write)
+        await self._call(messages.Write(write=write), f"write_weights to version {write.policy_version}")
         return self._weights
 
     async def sleep(self, level: int = 1) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import torch
 from drivetrain_transport import Protocol
 
-from drivetrain_rollout.engine import EngineConfig, EngineInfo, RequestErrorReason, WeightsState
+from drivetrain_rollout.engine import EngineConfig, EngineInfo, RequestErrorReason, WeightsState, WeightWrite
 from drivetrain_rollout.types import Completion, GenerateRequest
 
 
@@ -52,6 +52,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     update: int
     policy_version: int
     digest: str
+
+
+class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Let the engine's writer bring other weights: Done or CallFailed."""
+
+    write: WeightWrite
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -119,7 +125,7 @@ class CallFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 PROTOCOL = Protocol(
-    requests=Start | Generate | More | Abort | Bucket | Commit | Sleep | Wake | Health | Stop,
+    requests=Start | Generate | More | Abort | Bucket | Commit | Write | Sleep | Wake | Health | Stop,
     replies=Started | Ended | Done | CallFailed,
-    version="drivetrain-rollout/1",
+    version="drivetrain-rollout/2",
 )

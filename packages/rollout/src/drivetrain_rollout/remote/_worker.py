@@ -166,6 +166,8 @@ class Worker:
                     raise RuntimeError(f"update {update} was given up for update {self._update}; send it again, alone")
                 kept, self._update, self._kept = self._kept, -1, []
                 await engine.update_weights(WeightUpdate(policy_version=version, digest=digest, tensors=kept))
+            case messages.Write(write=write):
+                await engine.write_weights(write)
             case messages.Sleep(level=level):
                 await engine.sleep(level)
             case messages.Wake():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drivetrain_rollout._checks import Manifest
 from drivetrain_rollout._loop import Sampled
 from drivetrain_rollout._threaded import ThreadedEngine
-from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo
+from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo, Writer
 from drivetrain_rollout.types import GenerateRequest
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class ScriptedEngine(ThreadedEngine):
     """An engine without a model, and without torch: it draws tokens uniformly, or returns what a function says.
 
     Everything else of the contract holds: checks, order, versions, weight updates, sleep. ``events`` tells what was
-    done, in order: ``add ID``, ``abort ID``, ``load COUNT``, ``sleep LEVEL``, ``wake``, ``close``.
+    done, in order: ``add ID``, ``abort ID``, ``load COUNT``, ``write``, ``sleep LEVEL``, ``wake``, ``close``.
 
     Args:
         respond: called in the engine's thread, gives the response to a request. It may block; what it raises ends the
@@ -29,6 +29,7 @@ class ScriptedEngine(ThreadedEngine):
         vocab_size, max_model_len: of the model there is not.
         shapes: of the tensors that an update must hold.
         digest: checks every update.
+        writer: what ``write_weights`` calls, with no parameters.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ScriptedEngine(ThreadedEngine):
         seed: int = 0,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         digest: DigestFunction | None = None,
+        writer: Writer | None = None,
         stall_timeout: float = 60.0,
     ) -> None:
         self.events: list[str] = []
@@ -52,10 +54,11 @@ class ScriptedEngine(ThreadedEngine):
             dtype="float32",
             device="cpu",
             can_sleep=True,
+            can_write=True,
         )
         backend = _ScriptedBackend(info, Manifest(shapes=shapes or {}, aliases={}), self.events, respond, seed)
         config = EngineConfig(engine="scripted", model="none", stall_timeout=stall_timeout)
-        super().__init__(lambda: backend, config, digest=digest)
+        super().__init__(lambda: backend, config, digest=digest, writer=writer)
 
 
 class _ScriptedBackend:
@@ -102,6 +105,13 @@ class _ScriptedBackend:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self._events.append(f"load {len(tensors)}")
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def write(self, act: Callable[[], str]) -> str:
+        self._events.append("write")
+        return act()
 
     def sleep(self, level: int) -> None:
         self._events.append(f"sleep {level}")
