@@ -89,7 +89,7 @@ async def train(parts: Parts) -> None:
             batch = make_batch(collected.rollouts, rank=ranks.rank, size=ranks.size, device=parts.device)
             scored = await score(parts, batch)
             check_finite_scores(batch, scored)
-            check_logprobs(config, ranks, batch, scored)
+            mismatch = check_logprobs(config, ranks, batch, scored)
             with timer.stage("advantages"):
                 advantages, returns = advantages_and_returns(batch, scored, config.algorithm, ranks)
             with timer.stage("update_critic"):
@@ -110,7 +110,9 @@ async def train(parts: Parts) -> None:
                 with timer.stage("evaluation"):
                     evaluation = await evaluate(parts)
                 last = last or reached(config, evaluation)
-        metrics = step_metrics(ranks, collected, batch, scored, returns, actor_updates, critic_updates, version=version)
+        metrics = step_metrics(
+            ranks, collected, batch, scored, mismatch, returns, actor_updates, critic_updates, version=version
+        )
         metrics |= weights
         parts.recorder.stepped(step, metrics, collected, evaluation)
         if last or step % config.trainer.checkpoint_every == 0:

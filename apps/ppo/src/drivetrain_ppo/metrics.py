@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from drivetrain_algorithms import check_finite, explained_variance
+from drivetrain_algorithms import Mismatch, check_finite, explained_variance, mismatch_metrics
 from drivetrain_learner import UpdateResult
 from drivetrain_rollout import WeightUpdate
 from drivetrain_telemetry import Metric
@@ -21,17 +21,26 @@ class LogprobMismatch(RuntimeError):
     """Engine and learner disagree on the policy: wrong weights, another temperature, or too little precision."""
 
 
-def check_logprobs(config: RunConfig, ranks: Ranks, batch: Batch, scored: Scored) -> None:
-    """Stop before training on samples whose log-probs the learner cannot reproduce."""
+def check_logprobs(config: RunConfig, ranks: Ranks, batch: Batch, scored: Scored) -> Mismatch:
+    """How far the learner is from what the engines reported of the same tokens; above the limit, the run stops."""
     limit = config.trainer.logprob_diff_limit
     limit = LOGPROB_DIFF_LIMIT[config.model.dtype] if limit is None else limit
-    mean, largest = logprob_difference(ranks, batch, scored)
+    mismatch = mismatch_metrics(
+        scored.old_logprobs,
+        batch.rollout_logprobs,
+        batch.packed.loss_mask,
+        cu_seqlens=batch.packed.cu_seqlens,
+        reduce=ranks.reduce,
+        reduce_max=ranks.maximum,
+    )
+    mean, largest = float(mismatch.abs_mean), float(mismatch.abs_max)
     if not mean <= limit:
         raise LogprobMismatch(
             f"engine and learner log-probs of the same tokens differ by {mean:.2e} on average (largest {largest:.2e}); "
             f"the limit is {limit:g}. The engine holds other weights, applies another temperature, or computes in "
             "another type; trainer.logprob_diff_limit raises the limit"
         )
+    return mismatch
 
 
 def check_finite_scores(batch: Batch, scored: Scored) -> None:
@@ -50,19 +59,12 @@ def check_updates(step: int, **updates: Sequence[UpdateResult]) -> None:
             raise RuntimeError(f"step {step}: all {len(reasons)} updates of the {name} were skipped: {reasons[0]}")
 
 
-def logprob_difference(ranks: Ranks, batch: Batch, scored: Scored) -> tuple[float, float]:
-    """Mean and largest |rollout_logprobs - old_logprobs| over the step's response tokens."""
-    difference = (batch.rollout_logprobs - scored.old_logprobs)[batch.packed.loss_mask].abs().double()
-    total, count = ranks.reduce(torch.stack([difference.sum(), difference.new_tensor(difference.numel())])).tolist()
-    largest = ranks.maximum(difference.max() if difference.numel() else difference.new_zeros(()))
-    return total / max(count, 1.0), float(largest)
-
-
 def step_metrics(
     ranks: Ranks,
     collected: Collected,
     batch: Batch,
     scored: Scored,
+    mismatch: Mismatch,
     returns: torch.Tensor,
     actor_updates: Sequence[UpdateResult],
     critic_updates: Sequence[UpdateResult],
@@ -74,7 +76,6 @@ def step_metrics(
     kl = (scored.old_logprobs - scored.ref_logprobs)[mask].double().sum()
     sizes = torch.tensor([float(mask.sum()), float(mask.numel())], dtype=torch.float64, device=mask.device)
     response_tokens, labels, kl_sum = ranks.reduce(torch.cat([sizes, kl[None]])).tolist()
-    diff_mean, diff_max = logprob_difference(ranks, batch, scored)
     rollouts = collected.rollouts
     scores = [rollout.score for rollout in rollouts if rollout.score is not None]
     mean = sum(scores) / len(scores)
@@ -93,8 +94,8 @@ def step_metrics(
         "rollout/response_tokens": response_tokens,
         "rollout/length_mean": response_tokens / len(rollouts),
         "rollout/truncated": sum(rollout.turns[-1].finish_reason == "length" for rollout in rollouts) / len(rollouts),
-        "rollout/logprob_diff_mean": diff_mean,
-        "rollout/logprob_diff_max": diff_max,
+        "rollout/logprob_diff_mean": float(mismatch.abs_mean),
+        "rollout/logprob_diff_max": float(mismatch.abs_max),
         "staleness/mean": sum(staleness) / len(staleness),
         "staleness/max": float(max(staleness)),
     }

@@ -162,13 +162,6 @@ def sequence_ids(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.repeat_interleave(lengths, output_size=len(mask))
 
 
-def sequence_ends(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """True at the last slot of each sequence of a packed batch, masked or not."""
-    starts = torch.zeros(len(mask) + 1, dtype=torch.bool, device=mask.device)
-    starts.index_fill_(0, cu_seqlens.to(mask.device, torch.int64, non_blocking=True), True)
-    return starts[1:]
-
-
 def token_counts(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The number of unmasked slots of each sequence: `[B]` or `[S]`, int64."""
     if cu_seqlens is None:
