@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain_sharding.layout import TensorSpec
+
 # Parts of a parameter's name that torch.compile and activation checkpointing put there.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """What a named tensor looks like."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 def named_tensors(module: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
