@@ -13,7 +13,8 @@ from drivetrain_ppo.metrics import (
     weight_metrics,
 )
 from drivetrain_ppo.ranks import Ranks
-from drivetrain_rollout import Completion, Rollout, WeightUpdate
+from drivetrain_ppo.weights import Push
+from drivetrain_rollout import Completion, Rollout
 
 
 def one_rollout(*reported: float) -> Batch:
@@ -48,8 +49,8 @@ def test_log_probs_that_differ_stop_the_run() -> None:
 
 
 def test_what_a_push_moved() -> None:
-    update = WeightUpdate(policy_version=4, digest="abc", tensors=[("w", torch.zeros(3, 2)), ("b", torch.zeros(5))])
-    assert weight_metrics(update) == {"weights/version": 4, "weights/digest": "abc", "weights/bytes": 44}
+    push = Push(policy_version=4, digest="abc", nbytes=44, updates=())
+    assert weight_metrics(push) == {"weights/version": 4, "weights/digest": "abc", "weights/bytes": 44}
 
 
 def update(skipped: str | None) -> UpdateResult:

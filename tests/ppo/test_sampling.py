@@ -10,6 +10,7 @@ from drivetrain_buffer import Ledger, RolloutBuffer
 from drivetrain_ppo.config import RolloutConfig
 from drivetrain_ppo.data import Example, Prompt, PromptSource
 from drivetrain_ppo.sampling import Sampler
+from drivetrain_ppo.weights import Push
 from drivetrain_rewards import RewardRequest, Rewards, Score, ScoreFailure
 from drivetrain_rollout import (
     Completion,
@@ -20,6 +21,7 @@ from drivetrain_rollout import (
     RolloutEngine,
     WeightsState,
     WeightUpdate,
+    WeightWrite,
 )
 
 
@@ -71,6 +73,11 @@ class FakeEngine(RolloutEngine):
         self.log.append(("update", update.policy_version, [name for name, _ in update.tensors]))
         digest = update.digest if self._holds is None else self._holds
         self._state = WeightsState(policy_version=update.policy_version, digest=digest, status="ready")
+        return self._state
+
+    async def write_weights(self, write: WeightWrite) -> WeightsState:
+        self.log.append(("write", write.policy_version, write.message))
+        self._state = WeightsState(policy_version=write.policy_version, digest=write.digest, status="ready")
         return self._state
 
     async def sleep(self, level: int = 1) -> None: ...
@@ -221,14 +228,19 @@ def test_evaluation_is_greedy_and_not_in_the_ledger(ledger: Ledger) -> None:
     assert ledger.check().issued == 0
 
 
+def push(version: int, *updates: WeightUpdate | WeightWrite) -> Push:
+    return Push(policy_version=version, digest=f"d{version}", nbytes=0, updates=updates)
+
+
 def test_a_push_reaches_every_engine_or_fails(ledger: Ledger) -> None:
     engines = FakeEngine(), FakeEngine()
-    update = WeightUpdate(policy_version=7, digest="d7", tensors=iter([("a", None), ("b", None)]))  # type: ignore[list-item]
-    asyncio.run(make_sampler(ledger, *engines).push_weights(update))
-    assert [engine.log for engine in engines] == [[("update", 7, ["a", "b"])]] * 2
+    update = WeightUpdate(policy_version=7, digest="d7", tensors=[("a", None), ("b", None)])  # type: ignore[list-item]
+    write = WeightWrite(policy_version=7, digest="d7", message=b"m")
+    asyncio.run(make_sampler(ledger, *engines).push_weights(push(7, update, write)))
+    assert [engine.log for engine in engines] == [[("update", 7, ["a", "b"])], [("write", 7, b"m")]]
     liar = FakeEngine(holds="other")
     with pytest.raises(RuntimeError, match="after a push of version 8"):
-        asyncio.run(make_sampler(ledger, liar).push_weights(WeightUpdate(policy_version=8, digest="d8", tensors=[])))
+        asyncio.run(make_sampler(ledger, liar).push_weights(push(8, update)))
 
 
 def test_resuming_goes_on_with_the_next_prompts_and_ids(ledger: Ledger) -> None:

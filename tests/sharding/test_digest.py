@@ -27,7 +27,7 @@ from drivetrain_sharding import (
     piece_hashes,
     read_layout,
 )
-from drivetrain_sharding._hash import Hasher, Item
+from drivetrain_sharding._hash import Hasher, Item, _kernel
 from gloo_ranks import be_a_rank, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -492,13 +492,21 @@ def test_the_kernel_gives_the_same_under_the_interpreter() -> None:
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton finds a GPU here")
+def test_where_triton_does_not_work_torch_does_it_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton")
+    assert _kernel.__wrapped__(torch.device("cpu")) is None
+    assert "Triton compiles nothing here, so digests on cpu are slower" in caplog.text
+
+
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("way", ["triton", "torch"])
 def test_a_gpu_gives_the_same_bit_for_bit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "torch":
         monkeypatch.setattr("drivetrain_sharding._hash._kernel", lambda device: None)
-    hasher = Hasher(kernel_items("cuda"))
+    items = kernel_items("cuda")  # a hasher keeps no values
+    hasher = Hasher(items)
     expected = Hasher(kernel_items("cpu")).hashes()
     assert hasher.hashes() == expected
     assert hasher.hashes() == expected

@@ -114,7 +114,8 @@ def plan_of(source, target, places, bucket):
     try:
         return make_plan(source, target, bucket_bytes=bucket, places=places)
     except ValueError as error:
-        assert f"bucket_bytes={bucket} is too small" in str(error)
+        if f"bucket_bytes={bucket} is too small" not in str(error):
+            raise
         return plan_of(source, target, places, 2 * bucket)
 
 
@@ -316,14 +317,16 @@ def test_all_mismatches_are_in_one_error():
     with pytest.raises(LayoutMismatch) as raised:
         make_plan(source, target)
     text = str(raised.value)
+    assert len(raised.value.problems) == 5
     for problem in (
         "only the source has mine",
         "only the target has theirs",
         "shape has shape (2, 3) in the source, (6,) in the target",
         "head is tied to embed in the source, to none in the target",
+        "embed is tied to head in the source, to none in the target",
     ):
         assert problem in text, problem
-        assert any(problem in item for item in raised.value.problems)
+        assert problem in raised.value.problems
 
 
 def test_a_tie_may_have_either_name_first():

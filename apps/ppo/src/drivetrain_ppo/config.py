@@ -109,6 +109,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where workers join. Off this machine, CURVE keys are needed."""
     keys: str | None = None
     """Folder of CURVE keys (`drivetrain-ppo keys FOLDER` makes one)."""
+    weight_sync: Literal["auto", "shared", "sent"] = "auto"
+    """How weights reach the engines: `shared` lets engines on the learner's device read its memory and write their own
+    parameters in place, `sent` sends named tensors, `auto` is the former where it can be had."""
     join_timeout: Positive = 300.0
     """Seconds to wait for the workers to join, and for an engine to load."""
     timeout: Positive = 600.0

@@ -32,7 +32,6 @@ from drivetrain_algorithms import (
     whiten,
 )
 from drivetrain_learner import Learner, LossTerms, PackedBatch, PolicyModel, UpdateResult, ValueModel
-from drivetrain_rollout import WeightUpdate
 from drivetrain_telemetry import Metric, StageTimer
 
 from drivetrain_ppo.batch import Batch, Scored, make_batch, minibatches
@@ -41,6 +40,7 @@ from drivetrain_ppo.metrics import check_finite_scores, check_logprobs, check_up
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.sampling import Collected, Evaluation, Sampler
 from drivetrain_ppo.seeds import derived_seed
+from drivetrain_ppo.weights import Push
 
 Tensor = torch.Tensor
 Metrics = dict[str, Metric]
@@ -59,8 +59,8 @@ class Parts:
     """Only ever asked for log-probs."""
     sampler: Sampler | None
     """On rank 0; None elsewhere."""
-    weight_update: Callable[[PolicyModel, int], WeightUpdate]
-    """Gathers the policy's named tensors on all ranks and digests them."""
+    push: Callable[[PolicyModel, int], Push]
+    """Makes a version of the policy ready for the engines, on all ranks, with its digest."""
     timer: StageTimer
     recorder: "Recorder"
     start_step: int = 0
@@ -147,15 +147,15 @@ def reached(config: RunConfig, evaluation: Evaluation) -> bool:
 
 
 async def push_weights(parts: Parts) -> Metrics:
-    """Move the policy into every engine. Gathering is a collective of all ranks; rank 0 sends after it is complete.
+    """Move the policy into every engine. It is made ready by all ranks together, and complete before rank 0 sends it.
 
-    The gathered copy is let go before the next step.
+    What was gathered for it is let go before the next step.
     """
-    update = parts.weight_update(parts.actor.module, parts.actor.step)
+    push = parts.push(parts.actor.module, parts.actor.step)
     if parts.sampler is not None:
-        await parts.sampler.push_weights(update)
+        await parts.sampler.push_weights(push)
     parts.ranks.barrier()
-    return weight_metrics(update)
+    return weight_metrics(push)
 
 
 async def score(parts: Parts, batch: Batch) -> Scored:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import torch
 from drivetrain_algorithms import Mismatch, check_finite, explained_variance, mismatch_metrics
 from drivetrain_learner import UpdateResult
-from drivetrain_rollout import WeightUpdate
 from drivetrain_telemetry import Metric
 
 from drivetrain_ppo.batch import Batch, Scored
 from drivetrain_ppo.config import RunConfig
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.sampling import Collected
+from drivetrain_ppo.weights import Push
 
 LOGPROB_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.05}
 
@@ -101,12 +101,12 @@ def step_metrics(
     }
 
 
-def weight_metrics(update: WeightUpdate) -> dict[str, Metric]:
+def weight_metrics(push: Push) -> dict[str, Metric]:
     """What was pushed: the version that every engine has answered it holds, by its digest, and its size."""
     return {
-        "weights/version": update.policy_version,
-        "weights/digest": update.digest,
-        "weights/bytes": sum(tensor.nbytes for _, tensor in update.tensors),
+        "weights/version": push.policy_version,
+        "weights/digest": push.digest,
+        "weights/bytes": push.nbytes,
     }
 
 

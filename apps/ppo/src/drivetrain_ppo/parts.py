@@ -15,9 +15,9 @@ import torch.distributed as dist
 from drivetrain_buffer import Ledger, RolloutBuffer
 from drivetrain_learner import Learner, PolicyModel, ValueModel, load_model
 from drivetrain_rewards import InlineRewards, RewardPool, Rewards, exact_match
-from drivetrain_rollout import EngineConfig, Rollout, WeightUpdate
+from drivetrain_rollout import EngineConfig, Rollout
 from drivetrain_rollout.remote import PROTOCOL, RemoteEngine
-from drivetrain_sharding import Digest, named_tensors, shard_model
+from drivetrain_sharding import shard_model
 from drivetrain_transport import Endpoint, load_keys
 
 from drivetrain_ppo import embedded, models
@@ -119,21 +119,6 @@ def device_of(accelerator: Accelerator) -> str:
     if accelerator.device == "cpu":
         return "cpu"
     return f"{accelerator.device}:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
-
-
-def gather_update(module: PolicyModel, version: int, *, dtype: torch.dtype, keep: bool) -> WeightUpdate:
-    """The policy's full named tensors, cast once to the type that the engine holds, with the digest of exactly those.
-
-    All ranks gather together, one tensor at a time; only a rank that keeps them (the one that sends) holds the result.
-    The collective is complete before anything is sent, so that a slow engine can never leave ranks waiting in a gather.
-    """
-    digest = Digest()
-    tensors = []
-    for name, tensor in named_tensors(module.model, dtype=dtype):
-        if keep:
-            digest.add(name, tensor)
-            tensors.append((name, tensor))
-    return WeightUpdate(policy_version=version, digest=digest.hexdigest(), tensors=tensors)
 
 
 def start_workers(

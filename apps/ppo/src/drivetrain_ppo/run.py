@@ -3,16 +3,21 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from drivetrain_learner import PolicyModel
+from drivetrain_rollout import EngineInfo
+from drivetrain_rollout.remote import RemoteEngine
 from drivetrain_telemetry import StageTimer, Summary
 from drivetrain_transport import Endpoint
 
 from drivetrain_ppo import models
-from drivetrain_ppo.accelerator import Accelerator, resolve
+from drivetrain_ppo.accelerator import Accelerator, resolve, visible_devices
 from drivetrain_ppo.config import RunConfig
+from drivetrain_ppo.errors import ConfigError
 from drivetrain_ppo.launch import Child
 from drivetrain_ppo.loop import Parts, train
 from drivetrain_ppo.parts import (
@@ -22,7 +27,6 @@ from drivetrain_ppo.parts import (
     build_rewards,
     build_sampler,
     device_of,
-    gather_update,
     listen,
     load_task,
     start_workers,
@@ -30,6 +34,7 @@ from drivetrain_ppo.parts import (
 )
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.run_dir import RunDirectory
+from drivetrain_ppo.weights import Push, SharedWeights, gather
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +75,46 @@ def prepare(config: RunConfig, directory: RunDirectory, ranks: Ranks) -> tuple[s
     return ranks.share(None if task is None else task.model, str), task
 
 
+@contextlib.contextmanager
+def weight_path(
+    config: RunConfig, learner: PolicyModel, engines: Sequence[RemoteEngine], accelerator: Accelerator, ranks: Ranks
+) -> Iterator[Callable[[PolicyModel, int], Push]]:
+    """How weights reach the engines: those on our device read our memory, if they can; named tensors reach any.
+
+    Raises ConfigError when shared memory is asked for and cannot be had.
+    """
+    dtype = DTYPES[config.model.dtype]
+    obstacle = obstacle_to_sharing(config, [engine.info for engine in engines], accelerator, ranks)
+    if obstacle is None:
+        try:
+            shared = SharedWeights(learner, [engine.info for engine in engines], dtype=dtype)
+        except ValueError as error:
+            obstacle = str(error)
+        else:
+            with contextlib.closing(shared):
+                yield lambda _, version: shared.push(version)
+            return
+    if config.rollout.weight_sync == "shared":
+        raise ConfigError(f"rollout.weight_sync: shared is not possible: {obstacle}")
+    yield lambda module, version: gather(module, version, dtype=dtype, engines=len(engines))
+
+
+def obstacle_to_sharing(
+    config: RunConfig, engines: Sequence[EngineInfo], accelerator: Accelerator, ranks: Ranks
+) -> str | None:
+    """Why engines cannot read the learner's memory, if they cannot."""
+    if config.rollout.weight_sync == "sent":
+        return "the configuration says so"
+    if ranks.size > 1:
+        return f"the learner has {ranks.size} ranks"
+    if not config.rollout.spawn:
+        return "workers may be on other machines"
+    if accelerator.device != "cpu" and len(visible_devices(accelerator, os.environ)) > 1:
+        return "learner and engines have devices of their own"
+    unable = sorted({f"{info.engine} on {info.device}" for info in engines if not info.can_write})
+    return f"{', '.join(unable)} cannot be written in place" if unable else None
+
+
 def run_ranks(
     config: RunConfig, resumed: pathlib.Path | None, *, accelerator: Accelerator, ranks: Ranks
 ) -> Summary | None:
@@ -86,27 +131,27 @@ def run_ranks(
     ):
         model, task = prepare(config, directory, ranks)
         learners = build_learners(config, model, accelerator, ranks)
-        sampler = None
+        sampler, engines = None, list[RemoteEngine]()
         if side is not None and task is not None and rewards is not None:
             with directory.working(f"starting {config.rollout.engine}"):
                 engines = wait_for_engines(config, task, side.endpoint, accelerator, side.children)
             sampler = build_sampler(config, task, engines, rewards, directory.ledger)
-        dtype = DTYPES[config.model.dtype]
         timer = StageTimer(synchronize=torch.cuda.synchronize if accelerator.device != "cpu" else lambda: None)
-        parts = Parts(
-            config=config,
-            ranks=ranks,
-            device=device_of(accelerator),
-            actor=learners.actor,
-            critic=learners.critic,
-            reference=learners.reference,
-            sampler=sampler,
-            weight_update=lambda module, version: gather_update(module, version, dtype=dtype, keep=ranks.is_main),
-            timer=timer,
-            recorder=directory.recorder(timer, accelerator),
-            start_step=directory.restore(learners, sampler),
-        )
-        asyncio.run(_train_and_close(parts))
+        with weight_path(config, learners.actor.module, engines, accelerator, ranks) as push:
+            parts = Parts(
+                config=config,
+                ranks=ranks,
+                device=device_of(accelerator),
+                actor=learners.actor,
+                critic=learners.critic,
+                reference=learners.reference,
+                sampler=sampler,
+                push=push,
+                timer=timer,
+                recorder=directory.recorder(timer, accelerator),
+                start_step=directory.restore(learners, sampler),
+            )
+            asyncio.run(_train_and_close(parts))
         return directory.finish()
 
 

@@ -16,12 +16,13 @@ from drivetrain_rollout import (
     Rollout,
     RolloutEngine,
     SamplingParams,
-    WeightUpdate,
+    WeightWrite,
 )
 
 from drivetrain_ppo.config import RolloutConfig
 from drivetrain_ppo.data import Prompt, PromptSource, PromptState, Tokenizer
 from drivetrain_ppo.seeds import derived_seed
+from drivetrain_ppo.weights import Push
 
 log = logging.getLogger(__name__)
 
@@ -157,23 +158,26 @@ class Sampler:
         scores = [score.value for score in scored if isinstance(score, Score)]
         return Evaluation(reward=sum(scores) / len(scores), samples=len(scores), failed=len(failures))
 
-    async def push_weights(self, update: WeightUpdate) -> None:
+    async def push_weights(self, push: Push) -> None:
         """Give every engine the learner's weights; returns when each holds exactly this version, by digest."""
-        tensors = list(update.tensors)
+        version = push.policy_version
         try:
             async with asyncio.timeout(self.config.timeout):
                 states = await asyncio.gather(
-                    *(engine.update_weights(dataclasses.replace(update, tensors=tensors)) for engine in self.engines)
+                    *(
+                        engine.write_weights(update)
+                        if isinstance(update, WeightWrite)
+                        else engine.update_weights(update)
+                        for engine, update in zip(self.engines, push.updates, strict=True)
+                    )
                 )
         except TimeoutError:
             raise TimeoutError(
-                f"not every engine held version {update.policy_version} within {self.config.timeout:g} s of its push"
+                f"not every engine held version {version} within {self.config.timeout:g} s of its push"
             ) from None
         for engine, state in zip(self.engines, states, strict=True):
-            if (state.policy_version, state.digest, state.status) != (update.policy_version, update.digest, "ready"):
-                raise RuntimeError(
-                    f"{engine.info.engine} holds {state} after a push of version {update.policy_version}"
-                )
+            if (state.policy_version, state.digest, state.status) != (version, push.digest, "ready"):
+                raise RuntimeError(f"{engine.info.engine} holds {state} after a push of version {version}")
 
     def state(self) -> SamplerState:
         return SamplerState(prompts=self.prompts.state(), next_sample_id=self.next_sample_id)

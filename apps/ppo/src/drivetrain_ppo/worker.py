@@ -10,14 +10,18 @@ def _vllm(config: EngineConfig) -> RolloutEngine:
     from drivetrain_rollout.vllm import VLLMEngine
     from drivetrain_sharding import digest
 
-    return VLLMEngine(config, digest=digest)
+    from drivetrain_ppo.weights import SharedWriter
+
+    return VLLMEngine(config, digest=digest, writer=SharedWriter())
 
 
 def _transformers(config: EngineConfig) -> RolloutEngine:
     from drivetrain_rollout.transformers import TransformersEngine
     from drivetrain_sharding import digest
 
-    return TransformersEngine(config, digest=digest)
+    from drivetrain_ppo.weights import SharedWriter
+
+    return TransformersEngine(config, digest=digest, writer=SharedWriter())
 
 
 ENGINES: dict[str, Callable[[EngineConfig], RolloutEngine]] = {"vllm": _vllm, "transformers": _transformers}

@@ -1,5 +1,6 @@
 """How a model lies over devices, and its weights as named tensors with a digest."""
 
+from drivetrain_sharding.delta import DeltaChain, DeltaRefused, apply_delta, delta_digests, encode_delta
 from drivetrain_sharding.digest import (
     Digest,
     DigestMismatch,
@@ -10,6 +11,8 @@ from drivetrain_sharding.digest import (
     digest,
     piece_hashes,
 )
+from drivetrain_sharding.exchange import CallableExchange, Exchange, TorchExchange
+from drivetrain_sharding.execute import Executor, Pull, TransferFailed, pull
 from drivetrain_sharding.families import train_layout, vllm_layout
 from drivetrain_sharding.layout import Box, Layout, Mesh, Parameter, Part, Piece, Split, TensorSpec
 from drivetrain_sharding.plan import LayoutMismatch, Plan, Transfer, make_plan
@@ -19,8 +22,13 @@ from drivetrain_sharding.weights import load_named_tensors, manifest, named_tens
 
 __all__ = [
     "Box",
+    "CallableExchange",
+    "DeltaChain",
+    "DeltaRefused",
     "Digest",
     "DigestMismatch",
+    "Exchange",
+    "Executor",
     "Layout",
     "LayoutMismatch",
     "Mesh",
@@ -28,20 +36,27 @@ __all__ = [
     "Part",
     "Piece",
     "Plan",
+    "Pull",
     "ShardedDigest",
     "Split",
     "TensorSpec",
+    "TorchExchange",
     "Transfer",
+    "TransferFailed",
     "VersionDigest",
+    "apply_delta",
     "combine",
+    "delta_digests",
     "differing",
     "digest",
+    "encode_delta",
     "load_named_tensors",
     "local_parameters",
     "make_plan",
     "manifest",
     "named_tensors",
     "piece_hashes",
+    "pull",
     "read_layout",
     "shard_model",
     "train_layout",

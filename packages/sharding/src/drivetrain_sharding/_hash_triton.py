@@ -24,9 +24,12 @@ _WARPS = 4
 _VECTOR_BYTES = 16
 
 _TYPES = {
-    torch.int8: tl.int8, torch.int16: tl.int16, torch.float32: tl.float32, torch.float64: tl.float64,
-    torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
-}  # fmt: skip
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
 _CASTS = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 """Those the kernel makes itself; the others are left to torch."""
 

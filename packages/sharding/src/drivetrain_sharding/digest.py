@@ -145,7 +145,8 @@ class ShardedDigest:
         """The hashes of what a rank holds: one number below 2^64 for each of `layout.pieces(rank)`, in that order.
 
         A GPU reads each value once, in a few launches for all of them, and is waited for once. A second call with
-        parameters at the same addresses only launches.
+        parameters at the same addresses only launches. (The kernel is compiled by Triton when it is first used, which
+        takes seconds; where Triton is not at hand, torch computes the same, more slowly.)
 
         Args:
             rank: of the layout's mesh.
@@ -197,14 +198,7 @@ class ShardedDigest:
     def _items(self, rank: int, held: Mapping[str, Tensor]) -> list[_hash.Item]:
         specs = {spec.name: spec for spec in self._layout.tensors}
         pieces = self._of(rank)
-        dtypes = {parameter.name: specs[parameter.parts[0].tensor].dtype for parameter in self._layout.parameters}
-        problems = [
-            f"{name} is missing"
-            if name not in held
-            else f"{name} is {held[name].dtype} {tuple(held[name].shape)}, in the layout {dtypes[name]} {shape}"
-            for name, shape in self._layout.parameter_shapes(rank).items()
-            if name not in held or (tuple(held[name].shape), held[name].dtype) != (shape, dtypes[name])
-        ]
+        problems = self._layout.misfits(rank, held)
         if problems:
             raise ValueError(f"rank {rank} does not hold what the layout says: {'; '.join(problems)}")
         return [

@@ -248,6 +248,25 @@ class Layout:
             shapes[parameter.name] = tuple(shape)
         return shapes
 
+    def misfits(self, rank: int, parameters: Mapping[str, Tensor], *, strict: bool = False) -> list[str]:
+        """How the parameters that a rank holds differ from this layout; nothing if they do not.
+
+        Args:
+            rank: of the mesh.
+            parameters: by name, as they lie on the rank.
+            strict: whether parameters that the layout does not know are a difference.
+        """
+        dtypes = {spec.name: spec.dtype for spec in self.tensors}
+        wanted = {parameter.name: dtypes[parameter.parts[0].tensor] for parameter in self.parameters}
+        found: list[str] = []
+        for name, shape in self.parameter_shapes(rank).items():
+            tensor = parameters.get(name)
+            if tensor is None:
+                found.append(f"{name} is missing")
+            elif (tuple(tensor.shape), tensor.dtype) != (shape, wanted[name]):
+                found.append(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, in the layout {wanted[name]} {shape}")
+        return found + [f"{name} is unknown to the layout" for name in parameters if strict and name not in wanted]
+
     def to_json(self) -> str:
         """This layout as JSON; `from_json` reads it."""
         return json.dumps({"format": _FORMAT, **_plain(self)})

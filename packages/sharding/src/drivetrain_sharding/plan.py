@@ -183,7 +183,8 @@ def make_plan(
     Args:
         source: The layout of those who have the tensors. Its ranks and those of the target count from 0 each.
         target: The layout of those who are to get them. Ties are names for the same tensor on both sides.
-        bucket_bytes: The most that a place sends and receives in a round. Larger tensors are cut into bands.
+        bucket_bytes: The most that a place sends in a round, and that it receives; half of it where it does both.
+            Larger tensors are cut into bands.
         places: Where the source's and the target's ranks are, by rank: names whose components are separated by `/`,
             outer ones first (`host0/gpu1`). The closest rank is the one that shares the most components. Ranks of one
             and the same name can read each other's memory: one process, or one device and CUDA IPC. None: every rank
