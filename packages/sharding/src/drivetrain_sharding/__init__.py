@@ -14,6 +14,7 @@ from drivetrain_sharding.digest import (
 from drivetrain_sharding.exchange import CallableExchange, Exchange, TorchExchange
 from drivetrain_sharding.execute import Executor, Pull, TransferFailed, pull
 from drivetrain_sharding.families import train_layout, vllm_layout
+from drivetrain_sharding.fit import Fit, engine_fit, frozen_fit, kv_bytes, training_fit
 from drivetrain_sharding.layout import Box, Layout, Mesh, Parameter, Part, Piece, Split, TensorSpec
 from drivetrain_sharding.plan import LayoutMismatch, Plan, Transfer, make_plan
 from drivetrain_sharding.reading import local_parameters, read_layout
@@ -29,6 +30,7 @@ __all__ = [
     "DigestMismatch",
     "Exchange",
     "Executor",
+    "Fit",
     "Layout",
     "LayoutMismatch",
     "Mesh",
@@ -50,6 +52,9 @@ __all__ = [
     "differing",
     "digest",
     "encode_delta",
+    "engine_fit",
+    "frozen_fit",
+    "kv_bytes",
     "load_named_tensors",
     "local_parameters",
     "make_plan",
@@ -60,5 +65,6 @@ __all__ = [
     "read_layout",
     "shard_model",
     "train_layout",
+    "training_fit",
     "vllm_layout",
 ]
