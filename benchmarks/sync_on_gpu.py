@@ -260,9 +260,8 @@ def measure(shape: str, masters: str, rounds: int) -> dict[str, Any]:
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
     torch.manual_seed(0)
-    torch.set_default_device(DEVICE)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, masters))
-    torch.set_default_device("cpu")
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, masters))
     if DEVICE == "cpu":
         model.save_pretrained(folder)
         return measure_ours(model, folder, rounds)

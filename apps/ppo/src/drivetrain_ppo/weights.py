@@ -102,6 +102,7 @@ class SharedWeights:
         for target in self._targets:
             make_plan(self._source, target)
         self._digest = ShardedDigest(self._source, dtype=dtype)
+        self._nbytes = sum(spec.nbytes for spec in self._targets[0].tensors)
         self._exports = TensorExports()
         self._offers: list[bytes] = []
 
@@ -117,7 +118,7 @@ class SharedWeights:
         return Push(
             policy_version=version,
             digest=digest,
-            nbytes=sum(spec.nbytes for spec in self._targets[0].tensors),
+            nbytes=self._nbytes,
             updates=[WeightWrite(policy_version=version, digest=digest, message=offer) for offer in self._offers],
         )
 

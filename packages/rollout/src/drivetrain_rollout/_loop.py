@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 QUIET = 0.001
 MOST_LOOKS = 20
-"""An idle engine that gets a job looks again every QUIET seconds until nothing more has come, MOST_LOOKS times at most:
-requests that are sent together start together, and callers are not disturbed at each."""
+"""An idle engine that gets a request looks again every QUIET seconds until nothing more has come, MOST_LOOKS times at
+most: requests that are sent together start together, and callers are not disturbed at each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +73,13 @@ class Backend(Protocol):
         """Advance what was added; return what ended. Any exception is the end of the engine."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all weights and empty the caches; nothing is running. Any exception leaves them unusable."""
+        """Replace all weights, and use nothing more that was computed with the old ones; nothing is running. Any exception leaves them unusable."""
 
     def parameters(self) -> Mapping[str, Tensor]:
         """What it samples with, by name. Asked for only if ``info.can_write``."""
 
     def write(self, act: Callable[[], str]) -> str:
-        """Let ``act`` change the parameters in place, and empty the caches; nothing is running."""
+        """Let ``act`` change the parameters in place; otherwise as ``load``."""
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back; nothing is running."""
@@ -136,7 +136,7 @@ class EngineLoop:
         if self._running or self._backlog:
             return self._sort(self._arrived())
         going_on = self._sort([self._inbox.get()])
-        for _ in range(MOST_LOOKS):
+        for _ in range(MOST_LOOKS if self._backlog and isinstance(self._backlog[-1], Generate) else 0):
             time.sleep(QUIET)
             if self._inbox.empty():
                 break

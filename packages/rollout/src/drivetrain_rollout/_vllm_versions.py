@@ -83,13 +83,12 @@ def stop(engine: Any) -> None:
 
 
 def load_weights(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Put tensors in checkpoint format in place of the model's, then empty the prefix cache.
+    """Put tensors in checkpoint format in place of the model's.
 
     Raises:
         RuntimeError: parameters of the model that no tensor went into.
     """
     engine.collective_rpc(_load_in_worker, args=(tensors, engine.vllm_config))
-    _empty_caches(engine)
 
 
 def parameters(engine: Any) -> dict[str, Tensor]:
@@ -98,22 +97,15 @@ def parameters(engine: Any) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in found.items()}
 
 
-def write_weights(engine: Any, act: Callable[[], str]) -> str:
-    """Call ``act``, which writes the parameters, and empty the caches."""
+def write_weights(act: Callable[[], str]) -> str:
+    """Call ``act``, which writes the parameters."""
     import torch
 
     torch.cuda.synchronize()  # no kernel of the last step reads the parameters any more
     with torch.no_grad():
         digest = act()
     torch.cuda.synchronize()
-    _empty_caches(engine)
     return digest
-
-
-def _empty_caches(engine: Any) -> None:
-    engine.reset_encoder_cache()
-    if not engine.reset_prefix_cache():
-        raise RuntimeError("vLLM could not empty its prefix cache: blocks of it are still in use")
 
 
 def _load_in_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]], vllm_config: Any) -> None:

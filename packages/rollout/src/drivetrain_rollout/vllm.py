@@ -110,6 +110,9 @@ class _VLLMBackend:
                 f"vLLM did not start: {error} (its gpu_memory_utilization is EngineConfig.memory_fraction, "
                 "its kv_cache_memory_bytes is EngineConfig.kv_cache_bytes)"
             ) from error
+        self._weights_held = 0
+        """How many sets of weights it has had before these."""
+        self._parameters: Mapping[str, Tensor] | None = None
         model_config = self._engine.model_config
         self.info = EngineInfo(
             engine="vllm",
@@ -127,7 +130,10 @@ class _VLLMBackend:
         from vllm.inputs import tokens_input
 
         self._engine.add_request(
-            str(key), tokens_input(list(request.prompt_token_ids)), _sampling_params(request.sampling)
+            str(key),
+            # What the prefix cache holds of other weights is never found, and makes room when room is needed.
+            tokens_input(list(request.prompt_token_ids), cache_salt=str(self._weights_held)),
+            _sampling_params(request.sampling),
         )
 
     def abort(self, key: int) -> None:
@@ -150,13 +156,18 @@ class _VLLMBackend:
         return ended
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self._weights_held += 1
+        self._parameters = None  # it may put other tensors in their place
         versions.load_weights(self._engine, tensors.items())
 
     def parameters(self) -> Mapping[str, Tensor]:
-        return versions.parameters(self._engine)
+        if self._parameters is None:
+            self._parameters = versions.parameters(self._engine)
+        return self._parameters
 
     def write(self, act: Callable[[], str]) -> str:
-        return versions.write_weights(self._engine, act)
+        self._weights_held += 1
+        return versions.write_weights(act)
 
     def sleep(self, level: int) -> None:
         self._engine.sleep(level)

@@ -24,8 +24,6 @@ OVERHEAD = 1 << 30
 
 _LOGITS = 2**27
 """Logits that the learner's head makes at a time, over all tokens of a chunk."""
-_RESERVE = 1.03
-"""What blocks of the allocator are larger than the tensors in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +139,11 @@ def training_fit(
 ) -> Fit:
     """Peak memory of a role that is trained, on one device.
 
-    The peak is the largest of three moments, and the parts returned are that moment's:
+    The peak is the largest of four moments, and the parts returned are that moment's:
 
     * the head's backward pass: everything that the forward pass kept, and the logits of a chunk;
     * the backward pass of the last block, where activations are recomputed: the inputs of all blocks, one block whole;
+    * the backward pass of the first block: one block whole, and nearly all gradients;
     * the optimizer's step: parameters, gradients and states.
 
     Args:
@@ -194,9 +193,12 @@ def training_fit(
         dataclasses.replace(
             static, gradients=max(made, table), gathered=gathered + (casts or 2 * sizes.block), activations=inner
         ),
+        dataclasses.replace(
+            static, gathered=gathered + 2 * sizes.block, activations=(checkpoint_every or 1) * block + working
+        ),
         dataclasses.replace(static, optimizer=0 if offload_parameters else 8 * own),
     ]
-    return _reserved(max(moments, key=lambda fit: fit.total))
+    return max(moments, key=lambda fit: fit.total)
 
 
 def frozen_fit(
@@ -231,7 +233,7 @@ def frozen_fit(
         dataclasses.replace(static, activations=tokens * stream * sizes.hidden, logits=logits),
         dataclasses.replace(static, activations=working + tokens * stream * sizes.hidden),
     ]
-    return _reserved(max(moments, key=lambda fit: fit.total))
+    return max(moments, key=lambda fit: fit.total)
 
 
 def engine_fit(
@@ -262,14 +264,17 @@ def kv_bytes(config: Any, *, dtype: torch.dtype = torch.bfloat16, tp: int = 1) -
 def head_bytes(
     config: Any, *, tokens: int, compute: torch.dtype, entropy: bool, backward: bool = True, tp: int = 1
 ) -> int:
-    """What the head takes at its peak: logits of a chunk in fp32 (twice, with entropy) and in the compute type, its
-    weight in the compute type and, going backward, that weight's gradient in fp32 and one chunk's summand of it."""
+    """What the head takes at its peak: logits of a chunk in fp32 (twice, with entropy) and in the compute type, those
+    of the next chunk, which are made before the former are let go, its weight in the compute type and, going backward,
+    that weight's gradient in fp32 and one chunk's summand of it."""
     sizes = _Sizes.of(config, tp)
     chunk = min(tokens * sizes.vocabulary, _LOGITS // sizes.vocabulary * sizes.vocabulary)
     weight = sizes.head * compute.itemsize if compute != torch.float32 else 0
+    following = chunk * (4 + compute.itemsize) if tokens * sizes.vocabulary > chunk else 0
     if not backward:
         return chunk * (8 if entropy else 4 + compute.itemsize) + weight
-    return chunk * ((8 if entropy else 4) + compute.itemsize) + weight + sizes.head * (4 + compute.itemsize)
+    made = chunk * ((8 if entropy else 4) + compute.itemsize)
+    return made + following + weight + sizes.head * (4 + compute.itemsize)
 
 
 def _gathered(sizes: _Sizes, width: int, *, sharded: bool) -> int:
@@ -281,8 +286,3 @@ def _gathered(sizes: _Sizes, width: int, *, sharded: bool) -> int:
 
 def _tied(config: Any) -> bool:
     return Model.of(config).tied
-
-
-def _reserved(fit: Fit) -> Fit:
-    """Activations and logits are many blocks of the allocator's, which rounds them up."""
-    return dataclasses.replace(fit, activations=int(fit.activations * _RESERVE), logits=int(fit.logits * _RESERVE))
