@@ -75,6 +75,20 @@ def test_two_scripts(tmp_path):
     assert scorer.returncode == 0
 
 
+def test_stream_killed_consumer(tmp_path):
+    assert len((EXAMPLES / "stream_killed_consumer.py").read_text().splitlines()) < 50
+    shown = run(sys.executable, EXAMPLES / "stream_killed_consumer.py", cwd=tmp_path)
+    sent, again, handled, different = numbers(r"(\d+)", shown)
+    assert sent == handled == different == 2000
+    assert 0 < again <= 64  # what the killed one held: its credit at most
+
+
+def test_ring_zero_copy(tmp_path):
+    assert len((EXAMPLES / "ring_zero_copy.py").read_text().splitlines()) < 50
+    shown = run(sys.executable, EXAMPLES / "ring_zero_copy.py", cwd=tmp_path)
+    assert shown.splitlines() == [f"step {step}: mean {step}, in the ring's memory" for step in range(5)]
+
+
 def test_embed_rollout(tmp_path):
     shown = run(sys.executable, EXAMPLES / "embed_rollout.py", cwd=tmp_path)
     rewards = numbers(r"reward ([\d.]+)", shown)

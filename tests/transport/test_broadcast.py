@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from drivetrain_transport import FrameError, Publisher, RemoteError, Subscriber
+from waiting import wait_until
 
 
 class Ready(msgspec.Struct):
@@ -164,6 +165,86 @@ def test_waiting_until_a_value_is_taken() -> None:
         publisher.close()  # what was begun arrives
         thread.join(20)
         assert subscriber.stats.messages_received == 1
+
+
+def connect_again(subscriber: Subscriber[Ready]) -> None:
+    """Break the connection as a network would, and wait for the next one."""
+    links = subscriber._engine.links
+    (core,), before = links._cores.values(), links.peers
+    core.post(core._leave)
+    wait_until(lambda: links.peers not in ((), before), "another connection")
+
+
+def test_subscribers_are_counted_that_have_the_value_and_not_their_connections() -> None:
+    with pair("publisher") as (publisher, one), Subscriber.connect(publisher.address, type=str) as wrong:
+        publisher.publish(Ready(1))
+        for _ in range(3):
+            assert one.latest(timeout=20).value == Ready(1)
+            connect_again(one)
+        assert one.latest(timeout=20).value == Ready(1)
+        with pytest.raises(FrameError):
+            wrong.latest(timeout=20)
+        with pytest.raises(TimeoutError, match=r"1 of 2 subscribers took the newest value of topic ''"):
+            publisher.wait_taken(2, timeout=0.3)
+        with Subscriber.connect(publisher.address, type=Ready) as other:
+            assert other.latest(timeout=20).value == Ready(1)
+        publisher.wait_taken(2, timeout=20)  # also those that have left
+        assert all(isinstance(taker, bytes) for taker in publisher._engine.topics[""].takers)  # nobody's connection
+        publisher.publish(Ready(2))
+        with pytest.raises(TimeoutError, match=r"0 of 1 subscribers"):
+            publisher.wait_taken(1, timeout=0)
+
+
+def test_a_value_that_was_lost_on_its_way_is_not_taken() -> None:
+    script = """
+import os, sys
+import msgspec
+from drivetrain_transport import Subscriber
+from drivetrain_transport._broadcasts import subscriber
+subscriber.from_frames = lambda *_: os._exit(3)  # it dies with the value before the application has it
+Subscriber.connect(sys.argv[1], type=int).latest(timeout=20)
+"""
+    with Publisher.bind() as publisher:
+        publisher.publish(1)
+        done = subprocess.run([sys.executable, "-c", script, publisher.address], timeout=60)
+        assert (done.returncode, publisher.stats.messages_sent) == (3, 1)
+        with pytest.raises(TimeoutError, match=r"0 of 1 subscribers took"):
+            publisher.wait_taken(1, timeout=0.1)
+
+
+def test_a_closed_publisher_says_so_and_ends_the_waits_of_other_threads() -> None:
+    publisher = Publisher.bind()
+    publisher.publish(Ready(1))
+    errors: list[str] = []
+
+    def wait() -> None:
+        try:
+            publisher.wait_taken(1, timeout=60)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_until(lambda: bool(publisher._engine.gate._condition._waiters), "the wait")  # type: ignore[attr-defined]
+    publisher.close()
+    thread.join(5)
+    assert errors == [f"the publisher at {publisher.address} is closed"]
+    for use in (lambda: publisher.publish(Ready(2)), lambda: publisher.wait_taken(0, timeout=1)):
+        with pytest.raises(RuntimeError, match=r"the publisher at .* is closed"):
+            use()
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_a_wait_without_an_end_is_refused(seconds: float) -> None:
+    with pair("publisher") as (publisher, subscriber):
+        for use in (
+            lambda: publisher.wait_taken(1, timeout=seconds),
+            lambda: subscriber.next(timeout=seconds),
+            lambda: asyncio.run(subscriber.next_async(timeout=seconds)),
+            lambda: subscriber.latest(timeout=seconds),
+        ):
+            with pytest.raises(ValueError, match=rf"timeout is {seconds}: every wait has an end"):
+                use()
 
 
 def test_asyncio_and_closing_while_somebody_waits() -> None:

@@ -314,6 +314,23 @@ def test_nobody_there_is_a_timeout_that_names_the_address() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("drivetrain-transport")]
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf")])
+def test_a_wait_without_an_end_is_refused(seconds: float) -> None:
+    with Endpoint.bind(protocol=PROTOCOL, handler=answer) as server:
+        with Endpoint.connect(server.address, protocol=PROTOCOL) as client:
+            for use in (
+                lambda: Endpoint.connect(server.address, protocol=PROTOCOL, timeout=seconds),
+                lambda: server.wait_for_peer(timeout=seconds),
+                lambda: server.wait_for_peers(2, timeout=seconds),
+                lambda: client.wait_closed(timeout=seconds),
+                lambda: client.peer.call(Ask(what="count"), timeout=seconds),
+                lambda: asyncio.run(client.peer.call_async(Ask(what="count"), timeout=seconds)),
+            ):
+                with pytest.raises(ValueError, match=rf"timeout is {seconds}: every wait has an end"):
+                    use()
+            assert client.peer.call(Ask(what="count", data=b"ab"), timeout=10).size == 2
+
+
 def exits(script: str, *arguments: str) -> tuple[float, int, str]:
     start = time.monotonic()
     done = subprocess.run(

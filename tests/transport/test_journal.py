@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drivetrain_transport import AlreadyHandled, Journal
+from drivetrain_transport import AlreadyHandled, Journal, JournalFailed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,7 +174,9 @@ def test_files_that_are_no_journal_are_named(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database\n" * 1000)
     with pytest.raises(ValueError, match=r"text is no journal, choose another file"):
         Journal(tmp_path / "text")
-    with pytest.raises(OSError, match=r"cannot open the journal .*absent/journal"):
+    with pytest.raises(
+        OSError, match=r"cannot use the journal .*absent/journal: unable to open .*its folder must exist"
+    ):
         Journal(tmp_path / "absent" / "journal")
 
 
@@ -189,5 +192,77 @@ def test_it_is_closed_with_its_block(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal") as journal:
         pass
     journal.close()
-    with pytest.raises(sqlite3.ProgrammingError):
-        journal.is_handled("a", 0)
+    uses: list[Callable[[], object]] = [
+        lambda: journal.is_handled("a", 0),
+        lambda: journal.handled("a"),
+        lambda: journal.record("a", 0),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=rf"the journal {tmp_path}/journal is closed: open it again"):
+            use()
+
+
+def test_closing_within_a_transaction_is_an_error_and_waits_for_other_threads_within_bounds(tmp_path: Path) -> None:
+    with with_table(tmp_path / "journal") as journal:
+        with pytest.raises(
+            RuntimeError, match=r"this thread is in a transaction of the journal .*: end that one first"
+        ):
+            with journal.transaction() as connection:
+                connection.execute("INSERT INTO effects VALUES (1)")
+                journal.close()
+        assert effects(journal) == []
+    inside, go = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with journal.transaction():
+            inside.set()
+            assert go.wait(20)
+
+    with Journal(tmp_path / "journal", timeout=0.2) as journal:
+        thread = threading.Thread(target=stay)
+        thread.start()
+        assert inside.wait(20)
+        with pytest.raises(TimeoutError, match=r"was in another thread's transaction for 0.2 s"):
+            journal.close()
+        go.set()
+        thread.join(20)
+
+
+def test_a_full_disk_is_named_and_what_was_begun_is_undone(tmp_path: Path) -> None:
+    with with_table(tmp_path / "journal") as journal:
+        (pages,) = journal._writer.execute("PRAGMA page_count").fetchone()
+        journal._writer.execute(f"PRAGMA max_page_count = {pages + 2}")
+        with pytest.raises(
+            JournalFailed, match=rf"journal {tmp_path}/journal: .* is full: make room on its disk"
+        ) as full:
+            with journal.handling(Delivery(0)) as connection:
+                for _ in range(100):
+                    connection.execute("INSERT INTO effects VALUES (?)", (bytes(5000),))
+        assert isinstance(full.value.__cause__, sqlite3.OperationalError)
+        assert not journal.is_handled("a", 0)
+        with journal.handling(Delivery(0)) as connection:  # there is room for little
+            connection.execute("INSERT INTO effects VALUES (1)")
+        assert effects(journal) == [1]
+        with pytest.raises(sqlite3.OperationalError, match="no such table"), journal.transaction() as connection:
+            connection.execute("INSERT INTO none VALUES (1)")  # the block's own mistake
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Journal(path) as journal:
+        journal.record("a", 0)
+    with path.open("r+b") as file:
+        file.seek(4096)  # the first page, which says what tables there are, stays
+        file.write(b"\xff" * (path.stat().st_size - 4096))
+    with Journal(path) as journal:
+        uses: list[Callable[[], object]] = [
+            lambda: journal.is_handled("a", 0),
+            lambda: journal.handled("a"),
+            lambda: journal.record("a", 0),
+        ]
+        for use in uses:
+            with pytest.raises(
+                JournalFailed, match=rf"{path}: .* malformed: it is damaged: put it aside and"
+            ) as damaged:
+                use()
+            assert isinstance(damaged.value.__cause__, sqlite3.DatabaseError)

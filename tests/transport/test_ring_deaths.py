@@ -14,6 +14,7 @@ from typing import IO
 
 import pytest
 from drivetrain_transport import Ring
+from waiting import wait_until
 
 
 @contextmanager
@@ -133,7 +134,9 @@ def test_the_record_of_a_killed_consumer_goes_to_the_next_one_who_already_waits(
         ring.send_frames([b"work"], timeout=1)
         with started(code, ring.address) as (process, out):
             assert out.readline() == "work 1\n"
-            with pytest.raises(TimeoutError, match=rf"1 leased\); the oldest is leased by process {process.pid} for 0"):
+            with pytest.raises(
+                TimeoutError, match=rf"1 leased\); the oldest is leased by process {process.pid} \(slot 1\) for 0"
+            ):
                 ring.receive_frames(timeout=0.3)
             process.send_signal(signal.SIGSTOP)
             with pytest.raises(TimeoutError):  # silent, but alive
@@ -226,3 +229,54 @@ def test_a_stopped_process_that_has_the_header_is_named_and_nothing_is_broken_wh
             ring.send_frames([b"x"], timeout=5)
             assert process.wait(timeout=10) == 0
         assert ring.processes == [os.getpid()]
+
+
+def test_a_stopped_process_that_is_first_in_turn_for_room_is_named() -> None:
+    with Ring.create("turns", 8192) as ring:
+        code = """
+        import sys
+        from drivetrain_transport import Ring
+        ring = Ring.attach(sys.argv[1])
+        print("attached", flush=True)
+        ring.send_frames([bytes(6000)], timeout=60)
+        """
+        ring.send_frames([bytes(4000)], timeout=1)
+        with started(code, ring.address) as (process, out):
+            assert out.readline() == "attached\n"
+            state = ring._hand._state
+            wait_until(lambda: any(state._words[state._claims : state._table]), "the claim")
+            process.send_signal(signal.SIGSTOP)
+            ring.receive_frames(timeout=1).release()  # the ring is empty, and the other one's turn
+            with pytest.raises(
+                TimeoutError,
+                match=rf"no room for a record of 164 bytes within 0.2 s: 0 of 8192 bytes in 0 .*"
+                rf"; first in turn is process {process.pid} \(slot 1\), does it run\?; attached: ",
+            ):
+                ring.send_frames([bytes(100)], timeout=0.2)
+            with pytest.raises(
+                TimeoutError, match=r"no record within 0 s: 0 of 8192 bytes in 0 of at most 4096 records; a"
+            ):
+                ring.receive_frames(timeout=0)  # whose turn it is to send is nothing to who receives
+            process.send_signal(signal.SIGCONT)
+            ring.send_frames([bytes(100)], timeout=20)
+            assert process.wait(timeout=20) == 0
+            leases = [ring.receive_frames(timeout=1) for _ in range(2)]
+            assert [lease.nbytes for lease in leases] == [6064, 164]
+
+
+def test_a_stopped_process_that_writes_is_named_with_its_slot() -> None:
+    with Ring.create("writing", 8192) as ring:
+        code = """
+        import os, signal, sys
+        from drivetrain_transport import Ring
+        from drivetrain_transport._rings.hand import RingHand
+        ring = Ring.attach(sys.argv[1])
+        RingHand.write = lambda *_: (print("writing", flush=True), os.kill(os.getpid(), signal.SIGSTOP))
+        ring.send_frames([bytes(6000)], timeout=60)
+        """
+        with started(code, ring.address) as (process, out):
+            assert out.readline() == "writing\n"
+            with pytest.raises(
+                TimeoutError, match=rf"the oldest is being written by process {process.pid} \(slot 1\) for"
+            ):
+                ring.send_frames([bytes(6000)], timeout=0.2)

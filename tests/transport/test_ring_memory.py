@@ -2,17 +2,20 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from drivetrain_transport import PeerLost, Ring
+from drivetrain_transport._rings.free import free_memory
 
 
 @contextmanager
@@ -30,7 +33,7 @@ def test_the_bytes_of_a_record_stay_while_a_tensor_of_it_is_alive() -> None:
             TimeoutError,
             match=rf"ring pair: no room for a record of 73\d\d bytes within 0.15 s: 73\d\d of 8192 bytes in 1 of at "
             rf"most 4096 records \(1 finished but still in use\); the oldest is finished but still in use by process "
-            rf"{os.getpid()} for 0.\d s; attached: {os.getpid()}, {os.getpid()}",
+            rf"{os.getpid()} \(slot 1\) for 0.\d s; attached: {os.getpid()}, {os.getpid()}",
         ):
             sender.send(torch.full((900,), 8), timeout=0.15)
         assert kept.tolist() == [7] * 100
@@ -152,6 +155,69 @@ def test_memory_that_is_not_to_be_had() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("0 ring huge: no 2")
+
+
+def test_more_memory_than_there_is_is_refused_before_any_is_taken() -> None:
+    """Linux would hand it out page by page, and kill this process or another one when it has no more."""
+    code = """
+    import resource
+    from drivetrain_transport import Ring
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # should the look ahead fail, this ends it
+    import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        Ring.create('huge', 1 << 46)
+    except OSError as error:
+        print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    said = re.fullmatch(
+        r"\[Errno 12\] ring huge: no 7\d{13} bytes of memory, (\d+) are free: make it smaller\n", done.stdout
+    )
+    assert said is not None, done.stdout + done.stderr
+    assert 1 << 20 < int(said[1]) < 1 << 46
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "expected"),
+    [
+        ("0::/", {}, 5 << 20),
+        ("0::/mine", {"mine/memory.max": "max\n", "mine/memory.current": "1048576\n"}, 5 << 20),
+        (
+            "0::/mine",
+            {
+                "mine/memory.max": f"{4 << 20}\n",
+                "mine/memory.current": f"{3 << 20}\n",
+                "mine/memory.stat": f"anon 7\ninactive_file {1 << 20}\nactive_file 4096\n",
+            },
+            (2 << 20) + 4096,
+        ),
+        (
+            "0::/above/mine",
+            {"above/memory.max": "7000\n", "above/memory.current": "9000\n", "above/memory.stat": ""},
+            0,
+        ),
+        (
+            "4:memory:/seen/from/outside",
+            {
+                "memory/memory.limit_in_bytes": f"{2 << 20}\n",
+                "memory/memory.usage_in_bytes": f"{1 << 20}\n",
+                "memory/memory.stat": "inactive_file 5\ntotal_inactive_file 4096\n",
+            },
+            (1 << 20) + 4096,
+        ),
+    ],
+)
+def test_free_memory_is_that_of_the_machine_and_of_the_control_groups(
+    tmp_path: Path, group: str, files: dict[str, str], expected: int
+) -> None:
+    told = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\nSwapFree: 1024 kB\n", "proc/self/cgroup": group}
+    for path, text in {**told, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert free_memory(tmp_path) == expected
+    assert free_memory(tmp_path / "nothing is told here") == 1 << 62
 
 
 def test_frames_of_any_kind_of_memory() -> None:

@@ -60,6 +60,21 @@ def test_waits_end_at_their_deadline_and_are_counted() -> None:
         assert sender.stats.waits == 0
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_a_wait_without_an_end_is_refused_and_leaves_nothing_behind(seconds: float) -> None:
+    with pair(4096, max_records=1) as (sender, receiver):
+        for use in (
+            lambda: receiver.receive(int, timeout=seconds),
+            lambda: receiver.receive_frames(timeout=seconds),
+            lambda: sender.send(1, timeout=seconds),
+            lambda: sender.send_frames([b""], timeout=seconds),
+        ):
+            with pytest.raises(ValueError, match=rf"timeout is {seconds}: every wait has an end"):
+                use()
+        sender.send(1, timeout=0)
+        assert receive_one(receiver) == 1
+
+
 def test_who_waits_is_woken_at_once() -> None:
     with pair(4096) as (sender, receiver), ThreadPoolExecutor(2) as pool:
         latencies = []

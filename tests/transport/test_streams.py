@@ -252,7 +252,7 @@ def cut(sender: WorkSender) -> None:
     links = sender._engine.links
     before = links.peers
     for core in list(links._cores.values()):
-        core.post(lambda core=core: core._leave(goodbye=False))
+        core.post(lambda core=core: core._leave())
     wait_until(lambda: all(peer.state == "lost" for peer in before), "the end of the connections")
 
 

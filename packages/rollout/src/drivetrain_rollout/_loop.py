@@ -73,7 +73,8 @@ class Backend(Protocol):
         """Advance what was added; return what ended. Any exception is the end of the engine."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all weights, and use nothing more that was computed with the old ones; nothing is running. Any exception leaves them unusable."""
+        """Replace all weights, and use nothing more that was computed with the old ones; nothing is running. Any
+        exception leaves them unusable."""
 
     def parameters(self) -> Mapping[str, Tensor]:
         """What it samples with, by name. Asked for only if ``info.can_write``."""

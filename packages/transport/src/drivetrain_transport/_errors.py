@@ -15,7 +15,10 @@ class PeerLost(ConnectionError):
 
 
 class PeerRefused(ConnectionError):
-    """The other process answered and turned us away; the text says why (another protocol version, wrong keys)."""
+    """The other process answered and turned us away; the text says why (another protocol version, wrong keys).
+
+    Of several addresses: all of them did.
+    """
 
 
 class RemoteError(RuntimeError):
@@ -41,6 +44,13 @@ class GroupBroken(ConnectionError):
 
 class AlreadyHandled(RuntimeError):
     """Another receiver has handled this message; the journal that they share says so."""
+
+
+class JournalFailed(OSError):
+    """A journal's file cannot be read or written: its disk is full, or it is damaged, locked away or gone.
+
+    The text has the path, what SQLite says, and the mend; SQLite's own error is the cause. Nothing was recorded.
+    """
 
 
 class StreamTaken(RuntimeError):

@@ -23,6 +23,9 @@ class _Counts(msgspec.Struct, kw_only=True):
     refused: int = 0
     """Messages that were no message here: noise, unknown senders, wrong keys, other versions."""
 
+    connections_dropped: int = 0
+    """Connections that this side ended because the other side failed a call over them; they are made again."""
+
     queued: int = 0
     """Messages now on their way: handed over, and not yet known to have arrived."""
     queued_high_water: int = 0

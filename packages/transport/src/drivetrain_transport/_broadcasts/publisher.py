@@ -42,11 +42,21 @@ class Value(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     blobs: list[Blob] = []
 
 
+class Took(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The application has got this value. Nobody waits for the reply, Unchanged."""
+
+    topic: str
+    epoch: bytes
+    version: int
+    subscriber: bytes
+    """Random, one for each subscriber: it stays the same over all of its connections."""
+
+
 class Unchanged(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
-PROTOCOL = Protocol(requests=Fetch, replies=Value | Unchanged, version="broadcast 1")
+PROTOCOL = Protocol(requests=Fetch | Took, replies=Value | Unchanged, version="broadcast 2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +78,8 @@ class _Topic:
     version: int = 0
     head: bytes = b""
     blobs: list[Blob] = field(default_factory=list)
-    takers: set[Peer] = field(default_factory=set)
+    takers: set[bytes] = field(default_factory=set)
+    """The subscribers that have got this version."""
 
 
 class _Publishing(Owner):
@@ -78,23 +89,36 @@ class _Publishing(Owner):
         self.gate = Gate(Counters())  # the subscribers wait, not the publisher
         self.links = Links(self, terms)
         self.topics: dict[str, _Topic] = {}
+        self.closed = False
 
-    async def answer(self, peer: Peer, request: Any) -> Value | Unchanged:
+    def check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError(f"the publisher at {', '.join(self.links.addresses)} is closed")
+
+    async def answer(self, peer: Peer, request: Any) -> Value | Unchanged:  # noqa: ARG002  # all are alike
+        if isinstance(request, Took):
+            self._taken(request)
+            return Unchanged()
         assert isinstance(request, Fetch)
 
         def attempt() -> Value | None:
             topic = self.topics.get(request.topic)
             if topic is None or (request.epoch == self.epoch and topic.version <= request.after):
                 return None
-            topic.takers.add(peer)
             self.counters.sent(size_of(topic.head, topic.blobs))
-            self.gate.open()
             return Value(epoch=self.epoch, version=topic.version, head=topic.head, blobs=topic.blobs)
 
         try:
             return await self.gate.wait_async(attempt, min(request.wait, POLL_S), lambda: "")
         except TimeoutError:
             return Unchanged()
+
+    def _taken(self, took: Took) -> None:
+        with self.gate:
+            topic = self.topics.get(took.topic)
+            if topic is not None and (self.epoch, topic.version) == (took.epoch, took.version):
+                topic.takers.add(took.subscriber)
+                self.gate.open()
 
     def joined(self, core: Core, peer: Peer) -> None:
         pass  # the subscriber speaks first
@@ -103,7 +127,8 @@ class _Publishing(Owner):
         pass
 
     def disturbed(self) -> None:
-        pass
+        with self.gate:
+            self.gate.open()
 
 
 class Publisher:
@@ -178,10 +203,12 @@ class Publisher:
 
         Raises:
             ValueError: It is over the size limit, or a tensor cannot travel.
+            RuntimeError: The publisher is closed.
         """
         head, blobs = to_frames(obj, self._max_bytes, copy)
         engine = self._engine
         with engine.gate:
+            engine.check_open()
             old = engine.topics.get(topic)
             version = old.version + 1 if old else 1
             engine.topics[topic] = _Topic(version, head, blobs)
@@ -189,28 +216,46 @@ class Publisher:
         return version
 
     def wait_taken(self, subscribers: int, *, timeout: float, topic: str = "") -> None:
-        """Wait until so many subscribers were given the topic's newest value, for example before closing.
+        """Wait until so many subscribers have got the topic's newest value, for example before closing.
+
+        A subscriber counts when its `next` or `latest` has the value, in its own type: once, over however many
+        connections, and also when it has left since.
 
         Raises:
-            TimeoutError: Fewer were in time; says how many.
+            TimeoutError: Fewer have it in time; says how many.
+            PeerRefused: Every address turned us away (keys on one side only, another version).
+            RuntimeError: The publisher is closed, or was while this waited.
         """
         engine = self._engine
 
         def taken() -> int:
             return len(engine.topics[topic].takers) if topic in engine.topics else 0
 
+        def attempt() -> bool | None:
+            engine.check_open()
+            if taken() >= subscribers:
+                return True
+            if (refusal := engine.links.refusal) is not None:
+                raise refusal
+            return None
+
         engine.gate.wait(
-            lambda: True if taken() >= subscribers else None,
+            attempt,
             timeout,
             lambda: (
                 f"{taken()} of {subscribers} subscribers took the newest value of topic {topic!r} from "
-                f"{self.address} within {timeout:g} s"
+                f"{engine.links.describe()} within {timeout:g} s"
             ),
         )
 
     def close(self) -> None:
-        """Say goodbye and close. Replies that were begun arrive. Idempotent; a few seconds at most."""
-        self._engine.links.close()
+        """Say goodbye and close. Replies that were begun arrive. `wait_taken` in other threads ends with RuntimeError.
+        Idempotent; a few seconds at most."""
+        engine = self._engine
+        with engine.gate:
+            engine.closed = True
+            engine.gate.open()
+        engine.links.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import time
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
-from drivetrain_transport._broadcasts.publisher import POLL_S, PROTOCOL, Fetch, Published, Unchanged, Value
+from drivetrain_transport._broadcasts.publisher import POLL_S, PROTOCOL, Fetch, Published, Took, Unchanged, Value
 from drivetrain_transport._channels.gate import Gate
 from drivetrain_transport._channels.links import Links, Owner, Terms
 from drivetrain_transport._channels.payload import HEADROOM, from_frames, size_of
@@ -25,12 +28,15 @@ _GRACE_S = 0.5
 
 class _Subscribing(Owner):
     def __init__(self, terms: Terms) -> None:
+        self.identity = secrets.token_bytes(8)
         self.counters = Counters()
         self.gate = Gate(self.counters)
         self.links = Links(self, terms)
         self.seen: dict[str, tuple[bytes, int]] = {}
         """The epoch and the version of the last value of each topic."""
         self.skipped = 0
+        self.told: Future[Any] | None = None
+        """That the publisher knows which value came last; and then it knows of those before."""
         self.closed = False
 
     async def answer(self, peer: Peer, request: Any) -> NoReturn:
@@ -52,8 +58,8 @@ class _Subscribing(Owner):
         if self.closed:
             raise RuntimeError("the subscriber is closed")
         standing = [peer for peer in self.links.peers if peer.state == "open"]
-        if not standing and self.links.refusal is not None:
-            raise self.links.refusal
+        if not standing and (refusal := self.links.refusal) is not None:
+            raise refusal
         return standing[-1] if standing else None
 
 
@@ -139,7 +145,7 @@ class Subscriber(Generic[T]):
         Raises:
             TimeoutError: There was none in time; says whether a publisher is there.
             FrameError: The newest value is not of this subscriber's type. It counts as seen.
-            PeerRefused: The publisher turned us away (other keys, another version).
+            PeerRefused: The publisher turned us away (keys on one side only, another version).
             RuntimeError: The subscriber is closed.
         """
         engine, end = self._engine, time.monotonic() + timeout
@@ -154,7 +160,7 @@ class Subscriber(Generic[T]):
             except TimeoutError:
                 reply = Unchanged()
             if isinstance(reply, Value):
-                return self._take(fetch, reply)
+                return self._take(peer, fetch, reply)
             if time.monotonic() >= end:
                 raise TimeoutError(self._silent(peer, fetch, timeout))
 
@@ -173,7 +179,7 @@ class Subscriber(Generic[T]):
             except TimeoutError:
                 reply = Unchanged()
             if isinstance(reply, Value):
-                return self._take(fetch, reply)
+                return self._take(peer, fetch, reply)
             if time.monotonic() >= end:
                 raise TimeoutError(self._silent(peer, fetch, timeout))
 
@@ -183,6 +189,8 @@ class Subscriber(Generic[T]):
         with engine.gate:
             engine.closed = True
             engine.gate.open()
+        if engine.told is not None:
+            wait([engine.told], _GRACE_S)  # a goodbye would overtake it in the publisher
         engine.links.close()
 
     def __enter__(self) -> Self:
@@ -200,7 +208,7 @@ class Subscriber(Generic[T]):
         after = version if after is None else after
         return Fetch(topic=topic, epoch=epoch, after=after, wait=min(left, POLL_S)), left
 
-    def _take(self, fetch: Fetch, reply: Value) -> Published[T]:
+    def _take(self, peer: Peer, fetch: Fetch, reply: Value) -> Published[T]:
         engine = self._engine
         same = fetch.epoch == reply.epoch
         size = size_of(reply.head, reply.blobs)
@@ -216,6 +224,9 @@ class Subscriber(Generic[T]):
             with engine.gate:
                 engine.counters.refused += 1
             raise
+        took = Took(topic=fetch.topic, epoch=reply.epoch, version=reply.version, subscriber=engine.identity)
+        with engine.gate, contextlib.suppress(PeerLost):  # then nobody is there who would ask
+            engine.told = peer.tell(took)
         return Published(
             value=value,
             topic=fetch.topic,

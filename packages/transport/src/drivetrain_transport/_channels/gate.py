@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TypeVar
 
+from drivetrain_transport._deadlines import check_timeout
 from drivetrain_transport._stats import Counters
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class Gate:
     def wait(self, attempt: Callable[[], T | None], timeout: float, late: Callable[[], str]) -> T:
         """Try until it works. TimeoutError with `late`'s text after `timeout` seconds."""
         self._require_own_process()
+        check_timeout(timeout)
         with self._condition:
             result = attempt()
             if result is not None:
@@ -69,6 +71,7 @@ class Gate:
     async def wait_async(self, attempt: Callable[[], T | None], timeout: float, late: Callable[[], str]) -> T:
         """The same without blocking, on any event loop. Cancelling it takes nothing away."""
         self._require_own_process()
+        check_timeout(timeout)
         start = time.monotonic()
         waited = False
         try:

@@ -50,7 +50,7 @@ class Owner(ABC):
 
     @abstractmethod
     def disturbed(self) -> None:
-        """The peers have changed, or there is new `trouble`. Called on any thread."""
+        """The peers have changed, or an attempt to connect has failed. Called on any thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,8 @@ class Links:
     def __init__(self, owner: Owner, terms: Terms) -> None:
         """Starts nothing: `bind` or `connect` once."""
         self.addresses: tuple[str, ...] = ()
-        self.trouble = ""
-        """What went wrong with the last attempt to connect; empty while all is well."""
-        self.refusal: PeerRefused | None = None
-        """Set while the other side turns us away."""
+        self._trouble: dict[str, str] = {}  # how the last attempt at an address, or the last connection there, ended
+        self._refusals: dict[str, PeerRefused] = {}  # of addresses whose last attempt ended so
         self._owner = owner
         self._terms = terms
         self._name = terms.name or f"{socket.gethostname()}:{os.getpid()}"
@@ -124,6 +122,20 @@ class Links:
         """Who is connected now."""
         return tuple(peer for core in self._cores.copy().values() for peer in core.peers)
 
+    @property
+    def refusal(self) -> PeerRefused | None:
+        """That every address we connect to turned us away, and how; None while somebody may still come at one."""
+        refusals = self._refusals.copy()
+        if not refusals or len(refusals) < len(self.addresses):
+            return None
+        return PeerRefused("; ".join(str(refusal) for refusal in refusals.values()))
+
+    def drop(self, core: Core, peer: Peer, why: str) -> None:
+        """End the connection to a peer that failed a call: who connects makes another. Called on the core's loop."""
+        log.warning("the connection to %s is ended, to be made again: %s", peer.name, why)
+        core.drop(peer, why)
+        core.trouble = f"{peer.name} was left: {why}"  # also where the other side was the first to leave
+
     def core_here(self) -> Core:
         """The endpoint on whose loop this is called."""
         return next(core for core in self._peers.copy() if core.on_own_thread())
@@ -147,7 +159,12 @@ class Links:
 
     def describe(self) -> str:
         """Where it looked for somebody and what happened there, for errors."""
-        return ", ".join(self.addresses) + (f" ({self.trouble})" if self.trouble else "")
+        return ", ".join(self._describe(address) for address in self.addresses)
+
+    def _describe(self, address: str) -> str:
+        core = self._cores.get(address)
+        trouble = (core.trouble if core is not None else "") or self._trouble.get(address, "")
+        return f"{address} ({trouble})" if trouble else address
 
     def _watch(self, core: Core) -> None:
         self._peers[core] = ()
@@ -179,24 +196,26 @@ class Links:
         try:
             core = self._make(target)
         except ValueError as error:  # the name means another host now
-            self._note(str(error))
+            self._note(target, error)
             return
         if core is None:
             return
         try:
             core.start()
-            self.trouble, self.refusal = "", None
+            self._refusals.pop(target, None)
             core.ended.wait()
-            self.trouble = f"the connection to {target} is gone"
         except OSError as error:  # nobody there (yet), lost, refused: no reason to give up
-            self._note(str(error), error if isinstance(error, PeerRefused) else None)
+            self._note(target, error)
         except asyncio.CancelledError:
             pass  # closed while it met the other side
         finally:
             if core.peer.state == "closed":
                 self._closing.set()  # closed here, if not by us then at the interpreter's exit
-            if (failure := _stop(core)) is not None:
-                self._note(str(failure))
+            failure = _stop(core)
+            if core.peer.state not in ("open", "closed"):
+                self._trouble[target] = core.trouble
+            if failure is not None:
+                self._note(target, failure)
                 log.error("the connection to %s failed", target, exc_info=failure)
             with self._gate:
                 del self._cores[target], self._peers[core]
@@ -219,9 +238,12 @@ class Links:
             self._cores[target] = core
         return core
 
-    def _note(self, trouble: str, refusal: PeerRefused | None = None) -> None:
-        self.trouble = trouble
-        self.refusal = refusal or self.refusal
+    def _note(self, target: str, error: Exception) -> None:
+        self._trouble[target] = str(error)
+        if isinstance(error, PeerRefused):
+            self._refusals[target] = error
+        else:
+            self._refusals.pop(target, None)
         self._owner.disturbed()
 
 

@@ -7,6 +7,8 @@ frame 1...  the tensors, each in C order
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,6 +126,10 @@ def decode(
     head = memoryview(frames[0])
     _check_header(bytes(head[: len(_HEADER)]))
     body = head[len(_HEADER) :]
+    if len(frames) == 1 and not into:  # as small messages are
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, FrameError, TypeError):
+            return _plain(type).decode(body)
+        # What is wrong with it is found out below.
     try:
         reading = _Reading(frames, _targets(body, into) if into else {}, copy)
         obj = msgspec.msgpack.Decoder(type, dec_hook=reading.dec_hook, ext_hook=reading.ext_hook).decode(body)
@@ -131,6 +137,16 @@ def decode(
         raise FrameError(f"not a message of the expected type: {error}") from error
     reading.finish()
     return obj
+
+
+@functools.lru_cache(maxsize=128)
+def _plain(type: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder for messages without tensors; making one takes longer than decoding with it."""
+    return msgspec.msgpack.Decoder(type, dec_hook=_no_tensor, ext_hook=_no_tensor)
+
+
+def _no_tensor(*_: Any) -> Any:
+    raise FrameError("this message is more than plain")
 
 
 class _Reading:

@@ -121,6 +121,13 @@ class Binding(Core):
         if seat is not None and not self._send(seat.data, envelope, body):
             self._lose(seat)
 
+    def drop(self, peer: Peer, why: str) -> None:
+        seat = self._by_peer.pop(peer, None)
+        if seat is not None:
+            peer.end("lost", f"was left: {why}")
+            self._send(seat.data, Goodbye(reason=why))  # its answer vacates the seat
+            self.set_peers(tuple(self._by_peer))
+
     def _send(self, connection: bytes, envelope: Envelope, body: Sequence[Buffer] = ()) -> bool:
         assert self._wire is not None
         try:
@@ -143,7 +150,7 @@ class Binding(Core):
                     self._send(connection, Goodbye())
                     self._vacate(seat)
                     if seat.peer is not None:
-                        seat.peer.end("goodbye", "said goodbye")
+                        seat.peer.end("goodbye", envelope.text)
                 case Request() | Reply() | Failure() | Cancel() if seat is not None and seat.peer is not None:
                     if seat.peer.state == "open":
                         seat.peer.receive(envelope, frames[2:])
@@ -201,6 +208,5 @@ class Binding(Core):
 
     def _vacate(self, seat: _Seat) -> None:
         del self._seats[seat.data]
-        if seat.peer is not None:
-            del self._by_peer[seat.peer]
+        if seat.peer is not None and self._by_peer.pop(seat.peer, None) is not None:
             self.set_peers(tuple(self._by_peer))

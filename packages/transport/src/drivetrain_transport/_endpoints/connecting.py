@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from drivetrain_transport._address import Address, check_connect, needs_ipv6
+from drivetrain_transport._deadlines import check_timeout
 from drivetrain_transport._endpoints.core import FAREWELL_S, Core
 from drivetrain_transport._endpoints.envelopes import (
     Attach,
@@ -28,7 +31,7 @@ from drivetrain_transport._endpoints.envelopes import (
     pack,
     unpack,
 )
-from drivetrain_transport._endpoints.peer import Handler, Peer
+from drivetrain_transport._endpoints.peer import Handler, Peer, PeerState
 from drivetrain_transport._endpoints.protocol import Protocol
 from drivetrain_transport._endpoints.wire import Wire
 from drivetrain_transport._errors import FrameError, PeerLost, PeerRefused
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _HEARTBEAT_S = 0.5
+
+log = logging.getLogger("drivetrain_transport")
 
 
 class Connecting(Core):
@@ -63,7 +68,7 @@ class Connecting(Core):
         self._target = check_connect(address, secured=keys is not None)
         super().__init__(str(address), protocol=protocol, handler=handler, keys=keys, max_bytes=max_bytes)
         self._name = name
-        self._timeout = timeout
+        self._timeout = check_timeout(timeout)
         self.peer = Peer(self.address, self)
         self.ended = threading.Event()
         self._session = secrets.token_bytes(16)
@@ -86,17 +91,14 @@ class Connecting(Core):
                 await self._attached
         except TimeoutError:
             text = f"no endpoint answered at {self.address} within {self._timeout:g} s"
-            if self._broken:
-                text += f" (the connection was made and broken {self._broken} times: are the keys the same?)"
-            raise TimeoutError(text) from None
+            raise TimeoutError(f"{text} ({self.trouble})" if self.trouble else text) from None
         self.set_peers((self.peer,))
 
     async def farewell(self) -> None:
         if self.peer.state != "open":
             return
-        assert self._data is not None
         self.peer.end("closed", "was left: this endpoint closed")
-        self._data.send([pack(Goodbye())])
+        self._say(Goodbye())
         deadline = asyncio.get_running_loop().time() + FAREWELL_S
         while not self.ended.is_set() and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.01)
@@ -108,9 +110,13 @@ class Connecting(Core):
         self.ended.set()
 
     def transmit(self, peer: Peer, envelope: Envelope, body: Sequence[Buffer] = ()) -> None:
-        assert self._data is not None
         if peer.state == "open":
-            self._data.send([pack(envelope), *body])
+            self._say(envelope, body)
+
+    def drop(self, peer: Peer, why: str) -> None:
+        if peer.state == "open":
+            self._say(Goodbye(reason=why))
+            self._end("lost", f"was left: {why}", FAREWELL_S)
 
     def _connect(self, take: Callable[[list[memoryview]], None], liveness: float | None) -> Wire:
         socket = self.socket(zmq.DEALER)
@@ -121,11 +127,16 @@ class Connecting(Core):
         if self.keys is not None:
             socket.curve_serverkey = self.keys.public
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.connect(str(self._target))
-        return Wire(socket, take, self._disconnected)
+        wire = Wire(socket, take, self._disconnected, self._mismatched)
+        socket.connect(str(self._target))  # now that nothing that happens to it escapes
+        return wire
+
+    def _say(self, envelope: Envelope, body: Sequence[Buffer] = ()) -> None:
+        assert self._data is not None
+        with contextlib.suppress(ConnectionError):  # the monitor is about to report its end
+            self._data.send([pack(envelope), *body])
 
     def _hello(self) -> None:
-        assert self._data is not None
         token = self.keys.token if self.keys is not None else ""
         hello = Hello(
             version=self.protocol.version,
@@ -134,7 +145,7 @@ class Connecting(Core):
             token=token,
             max_bytes=self.max_bytes,
         )
-        self._data.send([pack(hello)])
+        self._say(hello)
 
     def _take(self, frames: list[memoryview]) -> None:
         try:
@@ -144,14 +155,11 @@ class Connecting(Core):
                     if not self._welcome.done():
                         self._welcome.set_result(envelope)
                 case Refused(reason=reason):
-                    if not self._welcome.done():
-                        self._welcome.set_exception(PeerRefused(f"{self.address} refused us: {reason}"))
-                        self._attached.cancel()
+                    self._turn_away(f"{self.address} refused us: {reason}")
                 case Goodbye():
-                    assert self._data is not None
                     if self.peer.state == "open":
-                        self._data.send([pack(Goodbye())])
-                    self._leave(goodbye=True)
+                        self._say(Goodbye())
+                    self._end("goodbye", envelope.text, FAREWELL_S)
                 case Request() | Reply() | Failure() | Cancel():
                     if self.peer.state == "open":
                         self.peer.receive(envelope, frames[1:])
@@ -169,21 +177,41 @@ class Connecting(Core):
         except FrameError as error:
             self.refuse(str(error))
 
-    def _disconnected(self) -> None:
-        self._broken += 1
+    def _mismatched(self, reason: int) -> None:
+        if reason != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self._turn_away(f"what listens at {self.address} is no endpoint: is it the right port?")
+        elif self.keys is None:
+            self._turn_away(f"{self.address} refused us: it has keys, and we have none: pass keys=load_keys(folder)")
+        else:
+            self._turn_away(f"{self.address} refused us: we have keys, and it has none")
+
+    def _turn_away(self, text: str) -> None:
         if not self._welcome.done():
+            self._welcome.set_exception(PeerRefused(text))
+            self._attached.cancel()
+
+    def _disconnected(self) -> None:
+        if not self._welcome.done():
+            self._broken += 1
+            question = "are the keys the same?" if self.keys is not None else "is it an endpoint?"
+            self.trouble = f"the connection was made and broken, {self._broken} times so far: {question}"
+            if self._broken == 1:
+                log.warning("%s: the connection was made and broken: %s", self.address, question)
             self._hello()  # the first one may have gone down with the connection
+        elif self._attached.cancelled():
+            pass  # turned away
         elif not self._attached.done():
             self._attached.set_exception(PeerLost(f"{self.address} was lost while we met: the connection broke"))
         else:
             assert self._data is not None
             self._data.drain()  # it may have said goodbye, or answered, before it went
-            self._leave(goodbye=False)
+            self._leave()
 
-    def _leave(self, *, goodbye: bool) -> None:
-        if goodbye:
-            self.peer.end("goodbye", "said goodbye")
-        else:
-            self.peer.end("lost", "was lost (the connection broke, or it was silent for too long)")
+    def _leave(self) -> None:
+        self._end("lost", "was lost (the connection broke, or it was silent for too long)", 0.0)
+
+    def _end(self, state: PeerState, text: str, linger: float) -> None:
+        self.trouble = f"{self.address} {text}"
+        self.peer.end(state, text)
         self.set_peers(())
-        self.release(FAREWELL_S if goodbye else 0.0)  # ZeroMQ would connect again, to a stranger
+        self.release(linger)  # ZeroMQ would connect again, to a stranger

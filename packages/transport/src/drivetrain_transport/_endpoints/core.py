@@ -54,6 +54,8 @@ class Core(ABC):
         self.changed = threading.Condition()
         self.watch: Callable[[tuple[Peer, ...]], None] | None = None
         """Called on the loop with the peers whenever they have changed."""
+        self.trouble = ""
+        """What went wrong here last; empty while nothing did. May be read from any thread."""
         self.refused = 0
         self.closed = False
         self._left: tuple[Peer, ...] = ()  # those that left last; their last words may not be counted yet
@@ -100,7 +102,9 @@ class Core(ABC):
     def post(self, action: Callable[[], None]) -> bool:
         """Run an action on the loop, from any thread; False when the endpoint has closed."""
         with self._gate:
-            if self._accepting:
+            if self._accepting and self.on_own_thread():
+                self._loop.call_soon(action)  # the other one wakes the loop, by a system call
+            elif self._accepting:
                 self._loop.call_soon_threadsafe(action)
             return self._accepting
 
@@ -126,6 +130,10 @@ class Core(ABC):
     @abstractmethod
     def transmit(self, peer: Peer, envelope: Envelope, body: Sequence[Buffer] = ()) -> None:
         """Send to a peer; a broken connection ends it."""
+
+    @abstractmethod
+    def drop(self, peer: Peer, why: str) -> None:
+        """Say goodbye to a peer that fails its calls, and end it as lost. No effect on one that is gone."""
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         with self.changed:

@@ -9,6 +9,7 @@ from typing import Self
 
 from drivetrain_transport._address import parse_address
 from drivetrain_transport._codec.frames import MAX_BYTES
+from drivetrain_transport._deadlines import check_timeout
 from drivetrain_transport._endpoints.binding import Binding
 from drivetrain_transport._endpoints.connecting import Connecting
 from drivetrain_transport._endpoints.peer import Handler, Peer, PeerState
@@ -103,9 +104,11 @@ class Endpoint:
 
         Raises:
             TimeoutError: Nobody answered at the address in time.
-            PeerRefused: The other side has another protocol version or other keys.
+            PeerRefused: The other side has another protocol version, or only one of the two has keys. (Of two that have
+                different ones, ZeroMQ tells neither: that is the TimeoutError, which asks whether they are the same,
+                and a warning in the log as soon as it can be suspected.)
             PeerLost: The other side went away while we met.
-            ValueError: A malformed address, or one on another host without keys.
+            ValueError: A malformed address, one on another host without keys, or a timeout that is NaN or infinite.
         """
         core = Connecting(
             parse_address(address),
@@ -162,6 +165,7 @@ class Endpoint:
             ConnectionError: The endpoint closed.
         """
         core = self._core
+        check_timeout(timeout)
         with core.changed:
             enough = core.changed.wait_for(lambda: len(core.peers) >= count or core.closed, timeout)
             if len(core.peers) >= count:
@@ -182,6 +186,8 @@ class Endpoint:
             RuntimeError: This endpoint binds.
         """
         core = self._connecting("wait_closed")
+        if timeout is not None:
+            check_timeout(timeout)
         if not core.ended.wait(timeout):
             raise TimeoutError(f"{core.peer.name} is still there after {timeout:g} s")
         return core.peer.state

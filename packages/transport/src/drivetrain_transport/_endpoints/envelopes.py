@@ -63,6 +63,13 @@ class Probe(msgspec.Struct, tag=True, frozen=True):
 class Goodbye(msgspec.Struct, tag=True, frozen=True):
     """The sender closes; it is answered with the same, and then both know that everything before it has arrived."""
 
+    reason: str = ""
+    """Why this connection ends, where that is the other side's doing."""
+
+    @property
+    def text(self) -> str:
+        return f"said goodbye: {self.reason}" if self.reason else "said goodbye"
+
 
 class Request(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The frames behind it hold the request."""

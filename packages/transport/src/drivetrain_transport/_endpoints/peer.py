@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from typing import Protocol as Interface
 
 from drivetrain_transport._codec.frames import decode, encode, total_bytes
+from drivetrain_transport._deadlines import check_timeout
 from drivetrain_transport._endpoints.envelopes import Cancel, Envelope, Failure, Reply, Request
 from drivetrain_transport._endpoints.pieces import join, split
 from drivetrain_transport._endpoints.protocol import Protocol, members
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 PeerState = Literal["open", "goodbye", "lost", "closed"]
-"""open; goodbye: the other side closed; lost: it broke off or fell silent; closed: this side closed."""
+"""open; goodbye: the other side closed; lost: it broke off, fell silent or failed a call; closed: this side closed."""
 
 _CANCELLED = asyncio.CancelledError.__name__
 
@@ -126,11 +127,13 @@ class Peer:
             PeerLost: The peer was lost or closed, before or meanwhile.
             RemoteError: The other side's handler raised.
             FrameError: What came back is no reply of the protocol.
-            ValueError: The request is not one of the protocol's, or over the size limit of either side.
+            ValueError: The request is not one of the protocol's, or over the size limit of either side; or the timeout
+                is no number of seconds.
             RuntimeError: Called on the endpoint's own thread, where waiting would block the reply.
         """
         if self._link.on_own_thread():
             raise RuntimeError(f"Peer.call would block the loop that takes in {self._name}'s reply: await call_async")
+        check_timeout(timeout)
         call = self._start(request)
         try:
             body = call.reply.result(timeout)
@@ -146,15 +149,27 @@ class Peer:
         Cancelling it cancels the handler at the other side. Until it returns the request's tensors must stay as they
         are.
         """
+        check_timeout(timeout)
         call = self._start(request)
         try:
             async with asyncio.timeout(timeout):
-                body = await asyncio.wrap_future(call.reply)
+                body = await self._reply(call)
         except TimeoutError:
             raise TimeoutError(self._late(call, timeout)) from None
         finally:
             self._leave(call)
         return self._read(body, self._link.protocol.replies)
+
+    def tell(self, request: Any) -> Future[Any]:
+        """Send a request of which only the arrival matters, and return at once. For channels.
+
+        Returns:
+            What is done as soon as the other side has answered, or is lost.
+
+        Raises:
+            PeerLost: The endpoint has closed.
+        """
+        return self._start(request).reply
 
     def _start(self, request: Any) -> _Call:
         kinds = members(self._link.protocol.requests)
@@ -167,6 +182,19 @@ class Peer:
         if not self._link.post(lambda: self._send(call, body)):
             raise self._lost(call)
         return call
+
+    async def _reply(self, call: _Call) -> _Body:
+        if not self._link.on_own_thread():
+            return await asyncio.wrap_future(call.reply)
+        done = asyncio.get_running_loop().create_future()  # here the reply is settled, so nobody has to wake this loop
+
+        def settle(_: Future[_Body]) -> None:
+            if not done.done():
+                done.set_result(None)
+
+        call.reply.add_done_callback(settle)
+        await done
+        return call.reply.result()
 
     def _leave(self, call: _Call) -> None:
         if not call.reply.done():

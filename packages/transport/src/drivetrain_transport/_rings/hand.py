@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from drivetrain_transport._deadlines import check_timeout
 from drivetrain_transport._forks import forget_in_children
 from drivetrain_transport._rings.lease import Loan
 from drivetrain_transport._rings.memory import RingMemory
@@ -152,7 +153,7 @@ class RingHand:
         self, attempt: Callable[..., bool], *arguments: Any, for_room: bool, what: str, timeout: float
     ) -> None:
         start = now = time.monotonic()
-        deadline = start + timeout
+        deadline = start + check_timeout(timeout)
         waited = False
         try:
             while True:
@@ -182,7 +183,9 @@ class RingHand:
             return None, ""
         said = ""
         if last:
-            said = f"{self._state.describe()}; attached: {', '.join(map(str, self._state.processes()))}"
+            turn = self._state.first_claim(arguments[0].record) if for_room else ""
+            attached = ", ".join(map(str, self._state.processes()))
+            said = f"{self._state.describe()}; {turn}attached: {attached}"
         return self._state.signal(for_room=for_room), said
 
     def _reserve(self, loan: Loan, length: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 from typing import NamedTuple
 
 from drivetrain_transport._errors import PeerLost
+from drivetrain_transport._rings.free import free_memory
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ADDRESS = re.compile(r"shm://(\d{1,10})/(\d{1,10})/([A-Za-z0-9._-]{1,64})\.([0-9a-f]{16})")
@@ -55,6 +57,8 @@ def make_memory(name: str, size: int) -> RingMemory:
         raise ValueError(f"{name!r} is no name for a ring: use 1 to 64 letters, digits, dots, underscores or hyphens")
     if sys.platform != "linux":
         raise OSError(f"a ring in shared memory needs Linux, this is {sys.platform}: use an Endpoint")
+    if size > (free := free_memory()):
+        raise OSError(errno.ENOMEM, f"ring {name}: no {size} bytes of memory, {free} are free: make it smaller")
     token = os.urandom(8).hex()
     descriptor = _memfd(f"drivetrain-ring.{name}.{token}")
     try:

@@ -50,7 +50,8 @@ class Ring:
     **Room.** Records lie in the order in which they were begun, and room comes free from the oldest on. A lease that
     is held for long, or a tensor that is kept, stops all senders once the rest is full: `send` then raises a
     TimeoutError that names who holds the oldest record. Copy what is kept (`Lease.copy`). Who waits for room is served
-    first, so large records are not starved by small ones. A record may be as large as the ring, but two that are to
+    first, so large records are not starved by small ones; a process that is stopped while it is first in turn, or while
+    it writes, stops the others as well, and is named. A record may be as large as the ring, but two that are to
     travel at the same time must fit together: four times the usual record is a good size.
 
     The header is a lock and a few words, each change decided by one store; copies are made outside the lock.
@@ -73,7 +74,8 @@ class Ring:
 
         Raises:
             ValueError: A number that is not positive, or a name with other characters.
-            OSError: The memory is not to be had, or this is not Linux.
+            OSError: There is not so much free memory, on the machine or in this process's control group, or this is not
+                Linux. Nothing is taken then: without the look ahead, the kernel would kill a process to find the rest.
         """
         numbers = {"capacity_bytes": capacity_bytes, "max_records": max_records, "max_processes": max_processes}
         for what, number in numbers.items():
@@ -140,7 +142,8 @@ class Ring:
         Raises:
             ValueError: It is larger than the ring, or cannot travel.
             TypeError: msgspec cannot encode a part of it.
-            TimeoutError: No room came free; says what is in the ring and who holds the oldest record. Nothing was sent.
+            TimeoutError: No room came free; says what is in the ring, which process holds the oldest record, and which
+                one is to get room before this one. Nothing was sent.
             RuntimeError: The ring is closed.
         """
         self.send_frames(encode(obj, max_bytes=max(self.capacity_bytes, MAX_BYTES)), timeout=timeout)

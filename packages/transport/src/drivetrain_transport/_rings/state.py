@@ -312,6 +312,14 @@ class RingState:
         """Records in the ring, in whichever state."""
         return self._words[_TAIL] - self._words[_HEAD]
 
+    def first_claim(self, record: Record) -> str:
+        """Who is to get room before this record; empty when nobody is."""
+        first = min((claim for claim in self._words[self._claims : self._table] if claim), default=record.claim)
+        if first == record.claim:
+            return ""
+        slot = (first & 0xFFFFFF) - 1
+        return f"first in turn is process {self._words[_PROCESS_TABLE + slot]} (slot {slot}), does it run?; "
+
     def describe(self) -> str:
         """What is in the ring, and who holds the oldest record."""
         words = self._words
@@ -323,8 +331,9 @@ class RingState:
             return text
         kinds = ", ".join(f"{states.count(kind)} {name}" for kind, name in enumerate(_STATES) if states.count(kind))
         since = (time.monotonic_ns() - words[lines[0] + _SINCE]) / 1e9
-        owner = words[_PROCESS_TABLE + (words[lines[0] + _STATE] >> 8 & 0xFFFFFF)]
-        by = f" by process {owner}" if states[0] in (WRITING, LEASED, DONE) else ""
+        slot = words[lines[0] + _STATE] >> 8 & 0xFFFFFF
+        whose = f" by process {words[_PROCESS_TABLE + slot]} (slot {slot})"
+        by = whose if states[0] in (WRITING, LEASED, DONE) else ""
         return f"{text} ({kinds}); the oldest is {_STATES[states[0]]}{by} for {since:.1f} s"
 
     def _make_ready(self, number: int, deliveries: int) -> None:

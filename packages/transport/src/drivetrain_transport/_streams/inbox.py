@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _IDLE_STREAMS = 4096
 _RETIRED = 16
+_NAMED = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -195,6 +196,17 @@ class Inbox:
         )
         source.done, source.rejected, source.refused = [], [], []
         return settle
+
+    def unsettled(self) -> str:
+        """What the application has in its hands, stream by stream, while nothing waits; empty when that is nothing."""
+        parts = [
+            f"{len(source.held)} of {self._credit} messages and {sum(entry.size for entry in source.held.values())} of "
+            f"{self._credit_bytes} bytes of stream {source.stream!r}"
+            for source in self.sources.values()
+            if source.held
+        ]
+        rest = f" and {len(parts) - _NAMED} streams more" if len(parts) > _NAMED else ""
+        return ", ".join(parts[:_NAMED]) + rest
 
     @property
     def held(self) -> int:

@@ -11,9 +11,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from drivetrain_transport._errors import AlreadyHandled
+from drivetrain_transport._deadlines import check_timeout
+from drivetrain_transport._errors import AlreadyHandled, JournalFailed
 from drivetrain_transport._streams.numbers import Numbers
 
+_LONGEST_S = 1e6  # SQLite counts milliseconds in 32 bits
+_MENDS = {
+    sqlite3.SQLITE_FULL: "make room on its disk",
+    sqlite3.SQLITE_IOERR: "its disk fails, the system's log says how",
+    sqlite3.SQLITE_READONLY: "let this user write it and its folder",
+    sqlite3.SQLITE_PERM: "let this user write it and its folder",
+    sqlite3.SQLITE_CANTOPEN: "its folder must exist, and let this user write in it",
+    sqlite3.SQLITE_CORRUPT: "it is damaged: put it aside and begin a new one, which knows of no handled message",
+    sqlite3.SQLITE_NOTADB: "it is damaged: put it aside and begin a new one, which knows of no handled message",
+}
 _COMPACT_EVERY = 251  # prime, so that streams that take turns all get theirs
 _TABLES = """
 CREATE TABLE IF NOT EXISTS drivetrain_prefix (stream TEXT PRIMARY KEY, below INTEGER NOT NULL) WITHOUT ROWID;
@@ -70,15 +81,16 @@ class Journal:
             timeout: Seconds to wait for other processes' transactions.
 
         Raises:
-            OSError: It cannot be opened or made.
-            ValueError: It is there and is no SQLite file.
+            JournalFailed: It cannot be opened or made. An OSError.
+            ValueError: It is there and is no SQLite file; or the timeout is NaN or infinite.
         """
         self.path = Path(path)
-        self._timeout = timeout
+        self._timeout = check_timeout(timeout)
         self._lock = threading.Lock()
         self._owner = 0
         self._reading = threading.Lock()
         self._process = os.getpid()
+        self._closed = False
         self._marks = 0
         self._writer = self._connect()
         try:
@@ -88,15 +100,20 @@ class Journal:
             raise
 
     def is_handled(self, stream: str, number: int) -> bool:
-        """Whether a message is handled, as far as any process has recorded it by now."""
-        self._check_process()
+        """Whether a message is handled, as far as any process has recorded it by now.
+
+        Raises:
+            JournalFailed: The file cannot be read.
+            RuntimeError: The journal is closed, or was opened before a fork.
+        """
         with self._reading, self._named():
+            self._check_open()
             return _is_handled(self._reader, stream, number)
 
     def handled(self, stream: str) -> Numbers:
-        """The numbers of a stream that are handled."""
-        self._check_process()
+        """The numbers of a stream that are handled. Raises as `is_handled`."""
         with self._reading, self._named():
+            self._check_open()
             self._reader.execute("BEGIN")
             try:
                 below = _below(self._reader, stream)
@@ -111,7 +128,7 @@ class Journal:
         return numbers
 
     def record(self, stream: str, number: int) -> bool:
-        """Record a message as handled; False when it was so already."""
+        """Record a message as handled; False when it was so already. Raises as `transaction`."""
         with self.transaction() as connection:
             return self._mark(connection, stream, number)
 
@@ -124,7 +141,7 @@ class Journal:
 
         Raises:
             AlreadyHandled: Another receiver has recorded it. The block was not entered, the message is acknowledged.
-            TimeoutError: Another process was in a transaction for all of the timeout; names the file.
+            TimeoutError, JournalFailed, RuntimeError: As for `transaction`.
         """
         with self.transaction() as connection:
             fresh = self._mark(connection, delivery.stream, delivery.number)
@@ -141,35 +158,32 @@ class Journal:
 
         Raises:
             TimeoutError: Another thread or process was in one for all of the timeout; names the file.
-            RuntimeError: This thread is in one, or the journal was opened before a fork.
+            JournalFailed: The disk is full, or the file is damaged; the block's own SQL errors come as they are.
+            RuntimeError: This thread is in one, or the journal is closed or was opened before a fork.
         """
-        self._check_process()
-        if self._owner == threading.get_ident():
-            raise RuntimeError(
-                f"this thread is in a transaction of the journal {self.path} already: end that one first"
-            )
-        if not self._lock.acquire(timeout=self._timeout):
-            raise TimeoutError(f"the journal {self.path} was in another thread's transaction for {self._timeout:g} s")
-        try:
-            self._owner = threading.get_ident()
+        with self._turn():
+            self._check_open()
             with self._named():
                 self._writer.execute("BEGIN IMMEDIATE")
             try:
-                yield self._writer
-                with self._named():
+                with self._named(waited=False):
+                    yield self._writer
                     self._writer.execute("COMMIT")
             except BaseException:
                 if self._writer.in_transaction:  # a full disk ends it by itself
                     self._writer.execute("ROLLBACK")
                 raise
-        finally:
-            self._owner = 0
-            self._lock.release()
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
-        if os.getpid() == self._process:
-            with self._lock, self._reading:
+        """Close the file. Idempotent.
+
+        Raises:
+            RuntimeError: This thread is in a transaction of it: end that first.
+            TimeoutError: Another thread was in one for all of the timeout.
+        """
+        if os.getpid() == self._process and not self._closed:
+            with self._turn(), self._reading:
+                self._closed = True
                 self._writer.close()
                 self._reader.close()
 
@@ -184,10 +198,14 @@ class Journal:
     def _connect(self) -> sqlite3.Connection:
         try:
             connection = sqlite3.connect(
-                self.path, timeout=self._timeout, isolation_level=None, check_same_thread=False, cached_statements=256
+                self.path,
+                timeout=min(max(self._timeout, 0.0), _LONGEST_S),
+                isolation_level=None,
+                check_same_thread=False,
+                cached_statements=256,
             )
-        except sqlite3.OperationalError as error:
-            raise OSError(f"cannot open the journal {self.path}: {error}") from error
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
         try:
             with self._named():
                 connection.execute("PRAGMA journal_mode = WAL")
@@ -195,12 +213,29 @@ class Journal:
                 connection.executescript(_TABLES)
         except BaseException as error:
             connection.close()
-            if isinstance(error, sqlite3.OperationalError):
-                raise OSError(f"cannot open the journal {self.path}: {error}") from error
-            if isinstance(error, sqlite3.DatabaseError):
-                raise ValueError(f"{self.path} is no journal, choose another file: {error}") from error
+            if isinstance(error, JournalFailed) and _code(error.__cause__) == sqlite3.SQLITE_NOTADB:
+                raise ValueError(f"{self.path} is no journal, choose another file: {error.__cause__}") from error
+            if isinstance(error, sqlite3.Error):
+                raise self._failed(error) from error
             raise
         return connection
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """This thread's turn to write."""
+        self._check_process()
+        if self._owner == threading.get_ident():
+            raise RuntimeError(
+                f"this thread is in a transaction of the journal {self.path} already: end that one first"
+            )
+        if not self._lock.acquire(timeout=max(self._timeout, 0.0)):
+            raise TimeoutError(f"the journal {self.path} was in another thread's transaction for {self._timeout:g} s")
+        try:
+            self._owner = threading.get_ident()
+            yield
+        finally:
+            self._owner = 0
+            self._lock.release()
 
     def _mark(self, connection: sqlite3.Connection, stream: str, number: int) -> bool:
         below = _below(connection, stream)
@@ -215,19 +250,38 @@ class Journal:
         return True
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _named(self, *, waited: bool = True) -> Iterator[None]:
+        """Names the file in what SQLite says of it. `waited`: a lock that is not to be had is this file's."""
         try:
             yield
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise
-            raise TimeoutError(
-                f"the journal {self.path} was in another process's transaction for {self._timeout:g} s"
-            ) from error
+        except sqlite3.Error as error:
+            code = _code(error)
+            if waited and code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise TimeoutError(
+                    f"the journal {self.path} was in another process's transaction for {self._timeout:g} s"
+                ) from error
+            if code in _MENDS:
+                raise self._failed(error) from error
+            raise
+
+    def _failed(self, error: sqlite3.Error) -> JournalFailed:
+        mend = _MENDS.get(_code(error), "choose another file")
+        return JournalFailed(f"cannot use the journal {self.path}: {error}: {mend}")
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise RuntimeError(f"the journal {self.path} is closed: open it again")
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(f"the journal {self.path} was opened before the fork: open it again in this process")
+
+
+def _code(error: BaseException | None) -> int:
+    """SQLite's number for an error; 0 for one that is not from it."""
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF
 
 
 def _below(connection: sqlite3.Connection, stream: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from drivetrain_transport._channels.payload import from_frames
 from drivetrain_transport._codec.frames import MAX_BYTES
+from drivetrain_transport._deadlines import check_timeout
 from drivetrain_transport._errors import FrameError
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._stats import ChannelStats
@@ -63,6 +64,7 @@ class Delivery(Generic[T]):
         Raises:
             RuntimeError: It was rejected; or the receiver is closed and has no journal: it will be delivered again.
             TimeoutError: The journal was in another process's transaction for too long; it is still in your hands.
+            JournalFailed: The journal's file cannot be written; it is still in your hands.
         """
         self._receiver._finish(self, handled=True)
 
@@ -101,7 +103,9 @@ class WorkReceiver(Generic[T]):
     message. If it lives, and has sent the message to another receiver meanwhile, both deliver it; with a journal that
     they share, one of them drops it, or is told `AlreadyHandled`.
 
-    Memory is bounded by the credit of each stream; a message that is larger than `credit_bytes` comes alone.
+    Memory is bounded by the credit of each stream; a message that is larger than `credit_bytes` comes alone. What was
+    received and is neither acknowledged nor rejected counts against the credit, like what still waits here: who holds
+    as many deliveries as the credit allows gets no more of that stream, and `receive` says so in its TimeoutError.
 
     Every method may be called from any thread; the async ones, from any event loop.
     """
@@ -135,7 +139,8 @@ class WorkReceiver(Generic[T]):
         Args:
             address: As for `Endpoint.bind`, and so are `keys` and `liveness`.
             type: What the messages are; see `decode`.
-            credit: How many messages of one stream may be here without having been handled. 1 or more.
+            credit: How many messages of one stream may be here without having been handled, those in your hands
+                included: more than you collect before you acknowledge. 1 or more.
             credit_bytes: The same in bytes.
             journal: Where handled messages are recorded. It is not closed with the receiver.
             auto_ack: Acknowledge each message when the next one is asked for, and on `close`. For one thread.
@@ -198,11 +203,14 @@ class WorkReceiver(Generic[T]):
         """The next message; wait for it at most so many seconds.
 
         Raises:
-            TimeoutError: None came in time; says which senders are there.
+            TimeoutError: None came in time; says which senders are there, and what of the credit your own
+                unacknowledged deliveries take up.
+            PeerRefused: Every address turned us away (keys on one side only, another version).
+            JournalFailed: The journal's file cannot be read; the message waits here.
             RuntimeError: The receiver is closed.
         """
+        end = time.monotonic() + check_timeout(timeout)
         self._ack_last()
-        end = time.monotonic() + timeout
         while True:
             left = max(end - time.monotonic(), 0.0)
             entry = self._engine.gate.wait(self._pop, left, lambda: self._late(timeout))
@@ -211,8 +219,8 @@ class WorkReceiver(Generic[T]):
 
     async def receive_async(self, *, timeout: float) -> Delivery[T]:
         """The same as `receive` without blocking the event loop. Cancelled, it has taken nothing."""
+        end = time.monotonic() + check_timeout(timeout)
         self._ack_last()
-        end = time.monotonic() + timeout
         while True:
             left = max(end - time.monotonic(), 0.0)
             entry = await self._engine.gate.wait_async(self._pop, left, lambda: self._late(timeout))
@@ -234,6 +242,7 @@ class WorkReceiver(Generic[T]):
             How many messages were here without having been handled. Their senders give them to others.
         """
         engine = self._engine
+        check_timeout(timeout)
         if not self._closed:
             if self._auto_ack:
                 self._ack_last()
@@ -266,7 +275,10 @@ class WorkReceiver(Generic[T]):
     def _pop(self) -> Entry | None:
         if self._closed:
             raise RuntimeError(f"the receiver at {self.address} is closed")
-        return self._engine.inbox.pop()
+        entry = self._engine.inbox.pop()
+        if entry is None and (refusal := self._engine.links.refusal) is not None:
+            raise refusal
+        return entry
 
     def _deliver(self, entry: Entry) -> Delivery[T] | None:
         """Hand a message out, unless it is handled already or is none of ours."""
@@ -287,7 +299,7 @@ class WorkReceiver(Generic[T]):
                 engine.inbox.push_back(entry)
             raise
         item.head, item.blobs = b"", []  # the value has taken the tensors' memory over
-        delivery = Delivery[T](value, entry, self)
+        delivery: Delivery[T] = Delivery(value, entry, self)  # Delivery[T](...) would take twice as long
         if self._auto_ack:
             self._last = delivery
         return delivery
@@ -314,7 +326,9 @@ class WorkReceiver(Generic[T]):
         kind = getattr(self._kind, "__name__", str(self._kind))
         senders = [source.stream for source in self._engine.senders()]
         where = f"connected are {', '.join(senders)}" if senders else f"no sender is there, at {self._where()}"
-        return f"no {kind} arrived within {timeout:g} s: {where}"
+        hands = self._engine.inbox.unsettled()
+        credit = f"; in your hands, not acknowledged and counted against the credit: {hands}" if hands else ""
+        return f"no {kind} arrived within {timeout:g} s: {where}{credit}"
 
     def _where(self) -> str:
         return self._engine.links.describe()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -22,8 +21,6 @@ from drivetrain_transport._streams.journal import Journal
 from drivetrain_transport._streams.wire import PROTOCOL, TAKEN, Join, Offer, Push, Settle, Taken
 
 _CALL_S = 600.0
-
-log = logging.getLogger("drivetrain_transport")
 
 
 class Reporter:
@@ -64,7 +61,7 @@ class Reporter:
         except PeerLost:
             pass  # the offer over the next connection says it
         except (RemoteError, TimeoutError, ValueError) as error:
-            log.error("stream %r: %s", self._stream, error)
+            self._owner.drop(self._core, self._peer, f"stream {self._stream!r}: {error}")  # and then the same
         finally:
             self.busy = False
         self._flush()
@@ -103,7 +100,14 @@ class Receiving(Owner):
             self.gate.open()
 
     def disturbed(self) -> None:
-        pass
+        with self.gate:
+            self.gate.open()
+
+    def drop(self, core: Core, peer: Peer, why: str) -> None:
+        """A sender failed a call."""
+        with self.gate:
+            self.counters.connections_dropped += 1
+        self.links.drop(core, peer, why)
 
     def told(self) -> bool:
         """Whether every sender that is here knows everything."""

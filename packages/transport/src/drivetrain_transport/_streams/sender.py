@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 from drivetrain_transport._channels.payload import size_of, to_frames
 from drivetrain_transport._codec.frames import MAX_BYTES
 from drivetrain_transport._codec.tensors import Blob
+from drivetrain_transport._deadlines import check_timeout
 from drivetrain_transport._keys import Keys
 from drivetrain_transport._stats import ChannelStats
 from drivetrain_transport._streams.numbers import Ranges, each
@@ -167,18 +168,18 @@ class WorkSender:
             RuntimeError: The sender is closed, or no number was given and a receiver knows numbers of this stream that
                 this sender does not know: `resume` was not called, or that receiver came after it.
             StreamTaken: Another sender sends under the same name.
-            PeerRefused: The only address turned us away (other keys, another version).
+            PeerRefused: Every address turned us away (keys on one side only, another version).
         """
         payload = self._encode(obj, copy)
         return self._engine.gate.wait(
-            lambda: self._place(payload, number), timeout, lambda: self._late(payload.kind, timeout)
+            lambda: self._place(payload, number), timeout, lambda: self._late(payload.kind, timeout, number)
         )
 
     async def send_async(self, obj: Any, *, timeout: float, number: int | None = None, copy: bool = True) -> int:
         """The same as `send` without blocking the event loop. Cancelled, it has not sent."""
         payload = self._encode(obj, copy)
         return await self._engine.gate.wait_async(
-            lambda: self._place(payload, number), timeout, lambda: self._late(payload.kind, timeout)
+            lambda: self._place(payload, number), timeout, lambda: self._late(payload.kind, timeout, number)
         )
 
     def resume(self, *, timeout: float, receivers: int = 1) -> Progress:
@@ -227,6 +228,7 @@ class WorkSender:
             How many messages are not known to be handled. Those that receivers hold may still be. Also logged.
         """
         engine = self._engine
+        check_timeout(timeout)
         if not self._closed:
             try:
                 engine.gate.wait(lambda: True if not engine.window.unsettled else None, timeout, lambda: "")
@@ -260,8 +262,8 @@ class WorkSender:
             raise RuntimeError(f"the sender of stream {self.stream!r} is closed")
         if engine.failure is not None:
             raise engine.failure()
-        if engine.links.refusal is not None and not engine.window.lanes:
-            raise engine.links.refusal
+        if not engine.window.lanes and (refusal := engine.links.refusal) is not None:
+            raise refusal
 
     def _place(self, payload: Payload, number: int | None) -> int | None:
         self._check_open()
@@ -284,9 +286,9 @@ class WorkSender:
         self._engine.window.raise_refusal(self.stream)
         return None if self._engine.window.unsettled else True
 
-    def _late(self, kind: str, timeout: float) -> str:
+    def _late(self, kind: str, timeout: float, number: int | None = None) -> str:
         engine = self._engine
-        blocker = engine.window.blocker(engine.window.next)
+        blocker = engine.window.blocker(engine.window.next if number is None else number)
         return f"no receiver took a {kind} of stream {self.stream!r} within {timeout:g} s: {blocker or self._lanes()}"
 
     def _unflushed(self, timeout: float) -> str:

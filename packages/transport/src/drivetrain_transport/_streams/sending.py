@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -29,8 +28,6 @@ _DEPTH = 2
 _CALL_S = 600.0
 """For a reply that follows as soon as the batch has arrived. A receiver that is gone is noticed long before."""
 
-log = logging.getLogger("drivetrain_transport")
-
 
 class Outlet:
     """Transmits what the window puts on one lane, a batch at a time. Lives on the loop of the lane's endpoint."""
@@ -50,7 +47,7 @@ class Outlet:
 
     def _flush(self) -> None:
         self._scheduled = False
-        while len(self._tasks) < _DEPTH:
+        while len(self._tasks) < _DEPTH and self._peer.state == "open":
             with self._owner.gate:
                 batch = self._owner.window.take(self.lane, _BATCH, BATCH_BYTES)
                 floor = self._owner.window.settled.below
@@ -73,11 +70,8 @@ class Outlet:
             await self._peer.call_async(push, timeout=_CALL_S)
         except PeerLost:
             pass  # `left` gives the lane's messages to others
-        except RemoteError as error:
-            owner.fenced(error)
-            owner.drop(self._peer, str(error))
-        except (TimeoutError, FrameError) as error:
-            owner.drop(self._peer, str(error))
+        except (RemoteError, TimeoutError, FrameError) as error:
+            owner.drop(self._core, self._peer, error)
         except ValueError as error:
             if len(batch) > 1:
                 for message in batch:
@@ -111,6 +105,8 @@ class Sending(Owner):
         return TAKEN
 
     def joined(self, core: Core, peer: Peer) -> None:
+        if self.failure is not None:
+            return  # another sender speaks for the stream: never join again
         task = asyncio.get_running_loop().create_task(self._join(core, peer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -126,11 +122,15 @@ class Sending(Owner):
         with self.gate:
             self.gate.open()
 
-    def drop(self, peer: Peer, why: str) -> None:
-        """Give up a receiver that misbehaves: nothing is sent to it on this connection any more."""
-        log.warning("stream %r: %s", self.stream, why)
-        self.links.trouble = why
-        self.left(peer)
+    def drop(self, core: Core, peer: Peer, error: Exception) -> None:
+        """A receiver failed a call. What it has is told when it joins anew, over the next connection."""
+        if isinstance(error, RemoteError) and error.kind == StreamTaken.__name__:
+            text = f"{error.message}; this sender may send no more: use another name for one of the two"
+            self.failure = lambda: StreamTaken(text)
+        with self.gate:
+            self.counters.connections_dropped += 1
+            self.gate.open()
+        self.links.drop(core, peer, f"stream {self.stream!r}: {error}")
 
     def refuse(self, lane: Lane, number: int, why: str) -> None:
         """A message cannot be sent to this receiver, ever."""
@@ -138,26 +138,18 @@ class Sending(Owner):
             self.window.settle(lane, Settle(stream=self.stream, handled=(), refused=[(number, why)]))
             self.gate.open()
 
-    def fenced(self, error: RemoteError) -> None:
-        if error.kind == StreamTaken.__name__:
-            text = f"{error.message}; this sender may send no more: use another name for one of the two"
-            with self.gate:
-                self.failure = lambda: StreamTaken(text)
-                self.gate.open()
-
     async def _join(self, core: Core, peer: Peer) -> None:
         with self.gate:
             join = Join(stream=self.stream, life=self.life, floor=self.window.settled.below)
         try:
             offer = await peer.call_async(join, timeout=_CALL_S)
-            assert isinstance(offer, Offer)
+            if not isinstance(offer, Offer):
+                raise FrameError(f"{peer.name} answered Join with {type(offer).__name__}")
             check(offer.handled, offer.held, limit=4 * SPAN)
         except PeerLost:
             return
         except (RemoteError, TimeoutError, ValueError) as error:
-            if isinstance(error, RemoteError):
-                self.fenced(error)
-            self.drop(peer, str(error))
+            self.drop(core, peer, error)
             return
         outlet = Outlet(self, core, peer, offer)
         with self.gate:
