@@ -67,7 +67,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 USUAL = Protocol(requests=LoadFile | LoadOne, replies=Loaded, version="usual/1")
 
 
-def engine_config(folder: str) -> EngineConfig:
+def engine_config(folder: str, *, eager: bool) -> EngineConfig:
     on_gpu = DEVICE == "cuda"
     return EngineConfig(
         engine="vllm" if on_gpu else "transformers",
@@ -77,6 +77,7 @@ def engine_config(folder: str) -> EngineConfig:
         max_model_len=512,
         max_num_seqs=64,
         memory_fraction=0.35,
+        enforce_eager=eager,
         engine_args={"load_format": "dummy"} if on_gpu else {},
         start_timeout=300,
     )
@@ -93,7 +94,7 @@ def serve_usual(address: str, folder: str) -> None:
     from safetensors.torch import load_file
 
     versions.set_environment(cpu=False, eager=True)
-    arguments = _arguments(engine_config(folder), dtype="bfloat16", eager=True, longest=512)
+    arguments = _arguments(engine_config(folder, eager=True), dtype="bfloat16", eager=True, longest=512)
     engine = versions.start(arguments)
     [model] = engine.collective_rpc(lambda worker: worker.get_model())
 
@@ -130,12 +131,12 @@ def timed(act: Callable[[], object], model: torch.nn.Module, rounds: int) -> lis
     return seconds
 
 
-def measure_ours(model: Any, folder: str, rounds: int) -> dict[str, Any]:
+def measure_ours(model: Any, folder: str, rounds: int, *, eager: bool) -> dict[str, Any]:
     from drivetrain_learner import PolicyModel
 
     policy = PolicyModel(model, autocast=torch.bfloat16)
     with Endpoint.bind(protocol=PROTOCOL) as endpoint, child(endpoint, "ours"):
-        engine = RemoteEngine(endpoint.wait_for_peer(120), engine_config(folder))
+        engine = RemoteEngine(endpoint.wait_for_peer(120), engine_config(folder, eager=eager))
 
         async def use() -> dict[str, Any]:
             found: dict[str, Any] = {}
@@ -217,8 +218,7 @@ def measure_usual(model: Any, folder: str, rounds: int) -> dict[str, Any]:
 
         timed(by_parameter, model, 1)
         found = {"parameters_seconds": timed(by_parameter, model, rounds)}
-        timed(by_file, model, 1)
-        return found | {"file_seconds": timed(by_file, model, max(rounds // 4, 2))}
+        return found | {"file_seconds": timed(by_file, model, max(rounds // 6, 1))}
 
 
 @contextlib.contextmanager
@@ -236,23 +236,25 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--masters", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs: starts sooner, and syncs as fast")
     parser.add_argument("--save", type=pathlib.Path)
     parser.add_argument("--serve", nargs="+")
     options = parser.parse_args()
     if options.serve:
         {"ours": serve_ours, "usual": serve_usual}[options.serve[0]](*options.serve[1:])
         return
-    results = [measure(shape, options.masters, options.rounds) for shape in options.shape or ["1.5b"]]
-    for result in results:
-        sys.stdout.write(
-            "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items()) + "\n"
-        )
-    if options.save:
-        content = {"environment": environment(), "command": " ".join(sys.argv), "results": results}
-        options.save.write_text(json.dumps(content, indent=1) + "\n")
+    results = []
+    for shape in options.shape or ["1.5b"]:
+        results.append(measure(shape, options.masters, options.rounds, eager=options.eager))
+        for name, value in results[-1].items():
+            sys.stdout.write(f"{name:26} {value:.4g}\n" if isinstance(value, float) else f"{name:26} {value}\n")
+        sys.stdout.flush()
+        if options.save:
+            content = {"environment": environment(), "command": " ".join(sys.argv), "results": results}
+            options.save.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def measure(shape: str, masters: str, rounds: int) -> dict[str, Any]:
+def measure(shape: str, masters: str, rounds: int, *, eager: bool) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     folder = tempfile.mkdtemp()
@@ -264,8 +266,8 @@ def measure(shape: str, masters: str, rounds: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, masters))
     if DEVICE == "cpu":
         model.save_pretrained(folder)
-        return measure_ours(model, folder, rounds)
-    found = measure_ours(model, folder, rounds) | measure_usual(model, folder, rounds)
+        return measure_ours(model, folder, rounds, eager=True)
+    found = measure_ours(model, folder, rounds, eager=eager) | measure_usual(model, folder, rounds)
     shutil.rmtree(folder)
     ours = statistics.median(found["seconds"])
     return {

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from drivetrain_sharding._models import Model
+from drivetrain_sharding.families import vllm_layout
 
 OVERHEAD = 1 << 30
 """Bytes that a process takes beside what is predicted here: context, libraries, kernels."""
@@ -239,17 +240,14 @@ def frozen_fit(
 def engine_fit(
     config: Any, *, kv_tokens: int, dtype: torch.dtype = torch.bfloat16, tp: int = 1, buckets: int = 0
 ) -> Fit:
-    """Memory of an engine: weights, and a KV cache of `kv_tokens` tokens, 2 K L elements each.
+    """Memory of a vLLM engine on one device: weights, and a KV cache of `kv_tokens` tokens, 2 K L elements each.
 
     Args:
         buckets: bytes of weight sync: `Plan.peak_bytes`, or 0 where the engine reads the learner's memory.
     """
-    sizes = _Sizes.of(config, tp)
-    # The vocabulary is cut as well.
-    table = sizes.head * (1 if _tied(config) else 2)
-    weights = sizes.total - table + table // tp
+    held = vllm_layout(config, tp=tp, dtype=dtype).parameter_shapes(0)
     return Fit(
-        parameters=weights * dtype.itemsize,
+        parameters=sum(math.prod(shape) for shape in held.values()) * dtype.itemsize,
         kv_cache=kv_tokens * kv_bytes(config, dtype=dtype, tp=tp),
         buckets=buckets,
     )
@@ -257,8 +255,9 @@ def engine_fit(
 
 def kv_bytes(config: Any, *, dtype: torch.dtype = torch.bfloat16, tp: int = 1) -> int:
     """Bytes that a token takes of the KV cache: 2 K L elements."""
-    sizes = _Sizes.of(config, tp)
-    return 2 * sizes.keys * sizes.layers * dtype.itemsize
+    model = Model.of(config)
+    heads = max(model.kv_heads // tp, 1)
+    return 2 * heads * model.head_dim * model.size("num_hidden_layers") * dtype.itemsize
 
 
 def head_bytes(
