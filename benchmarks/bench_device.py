@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drivetrain_transport import Endpoint, Peer, Protocol
-from drivetrain_transport.device import Rendezvous, TensorExports, TensorGroup, TensorHandle, import_tensor
+from drivetrain_transport.device import Rendezvous, Round, TensorExports, TensorGroup, TensorHandle, import_tensor
 
 NAMES = ("source", "sink")
 WAIT_S = 120.0
@@ -94,6 +95,30 @@ class Side:
 
     def broadcast_bare(self) -> None:
         dist.broadcast(self.flat, 0)
+        self.wait()
+
+    def rounds_ours(self, mib: str) -> None:
+        """The flat tensor in rounds, two in flight."""
+        group, peer = next(iter(self.groups.values())), NAMES[self.name == "source"]
+        flying: deque[Round] = deque()
+        for chunk in self.flat.split(int(mib) << 20):
+            message = [(peer, chunk)]
+            sends, receives = (message, []) if self.name == "source" else ([], message)
+            flying.append(group.start(sends, receives, timeout=WAIT_S))
+            if len(flying) == 2:
+                flying.popleft().wait()
+        for round_ in flying:
+            round_.wait()
+
+    def rounds_bare(self, mib: str) -> None:
+        move, peer = (dist.isend, 1) if self.name == "source" else (dist.irecv, 0)
+        flying: deque[dist.Work] = deque()
+        for chunk in self.flat.split(int(mib) << 20):
+            flying += dist.batch_isend_irecv([dist.P2POp(move, chunk, peer)])
+            if len(flying) == 2:
+                flying.popleft().wait()
+        for work in flying:
+            work.wait()
         self.wait()
 
     def wait(self) -> None:
@@ -174,6 +199,15 @@ def test_a_models_tensors(pairs: Any, against: Any, benchmark: Any, kind: str, m
     """A model's parameters, one by one, against one flat tensor of their size."""
     side, both = pairs(kind)
     against(both(f"broadcast_ours {mib}"), both("broadcast_bare"), owed=0.7, rounds=20)
+    benchmark.extra_info["gib_per_s"] = side.flat.nbytes / (1 << 30) / benchmark.stats.stats.median
+
+
+@pytest.mark.parametrize("mib", [4, 16, 64])
+@on_each_device
+def test_rounds_two_in_flight(pairs: Any, against: Any, benchmark: Any, kind: str, mib: int) -> None:
+    """A model's bytes in messages of this size, one in a round, against isend and irecv of the same messages."""
+    side, both = pairs(kind)
+    against(both(f"rounds_ours {mib}"), both(f"rounds_bare {mib}"), owed=0.85, rounds=20)
     benchmark.extra_info["gib_per_s"] = side.flat.nbytes / (1 << 30) / benchmark.stats.stats.median
 
 
