@@ -202,7 +202,8 @@ def main() -> None:
     parser.add_argument("--again", type=pathlib.Path, help="a file of results, whose peaks and cases are taken")
     options = parser.parse_args()
     if options.again:
-        content = json.loads(options.again.read_text()) | {"predicted": "anew, beside the peaks that the command measured"}
+        content = json.loads(options.again.read_text())
+        content["predicted"] = "anew, beside the peaks that the command measured"
         fields = Case.__dataclass_fields__
         content["results"] = [
             result(

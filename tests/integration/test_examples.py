@@ -89,6 +89,26 @@ def test_ring_zero_copy(tmp_path):
     assert shown.splitlines() == [f"step {step}: mean {step}, in the ring's memory" for step in range(5)]
 
 
+def test_reshard_checkpoint(tmp_path):
+    assert len((EXAMPLES / "reshard_checkpoint.py").read_text().splitlines()) < 60
+    shown = run(sys.executable, EXAMPLES / "reshard_checkpoint.py", tmp_path, cwd=tmp_path)
+    digests = re.findall(r"digest ([0-9a-f]{64})\n", shown)
+    assert len(digests) == 2
+    assert digests[0] == digests[1]
+    counts = [len(list((tmp_path / side).iterdir())) for side in ("trained", "served")]
+    assert counts == numbers(r"(\d+) files", shown) == [4, 2]
+
+
+def test_plan_70b(tmp_path):
+    assert len((EXAMPLES / "plan_70b.py").read_text().splitlines()) < 60
+    shown = run(sys.executable, EXAMPLES / "plan_70b.py", cwd=tmp_path)
+    assert shown.count("723 tensors, 131.4 GiB, from 512 ranks to 512") == 2
+    [between_hosts] = numbers(r"([\d.]+) TiB between hosts", shown)
+    assert between_hosts == pytest.approx(63 * 131.4 / 1024, rel=1e-3)  # each host has a 64th of what it needs
+    assert "0 B between hosts" in shown.split("copied on 64 hosts")[1]
+    assert all(seconds < 60 for seconds in numbers(r"planned in ([\d.]+) s", shown))
+
+
 def test_embed_rollout(tmp_path):
     shown = run(sys.executable, EXAMPLES / "embed_rollout.py", cwd=tmp_path)
     rewards = numbers(r"reward ([\d.]+)", shown)

@@ -253,7 +253,10 @@ def test_experts_are_taken_apart_only_with_their_config() -> None:
     assert read_layout(model.model).spec("layers.0.mlp.experts.2.up_proj.weight").shape == (26, 36)
     assert read_layout(nn.Sequential(model)) == read_layout(model)
     two = nn.ModuleDict({"policy": model, "value": nn.Linear(36, 1)})
-    assert read_layout(two).spec(f"policy.{stack}.gate_up_proj").shape == (3, 52, 36)
+    assert read_layout(two).spec(f"policy.{stack}.2.up_proj.weight").shape == (26, 36)
+    bare = nn.Module()
+    bare.experts = nn.ParameterDict({"gate_up_proj": torch.zeros(3, 4, 2)})
+    assert read_layout(bare).spec("experts.gate_up_proj").shape == (3, 4, 2)
 
 
 if __name__ == "__main__":

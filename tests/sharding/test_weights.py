@@ -1,10 +1,34 @@
-from typing import cast
+"""Named tensors of plain modules and, on two ranks of gloo, of sharded ones. The ranks run this file as a program."""
+
+import sys
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
-from drivetrain_sharding import TensorSpec, digest, load_named_tensors, manifest, named_tensors
+from drivetrain_sharding import (
+    ShardedDigest,
+    TensorSpec,
+    digest,
+    load_named_tensors,
+    local_parameters,
+    manifest,
+    named_tensors,
+    read_layout,
+    shard_model,
+)
+from drivetrain_sharding._experts import MODEL_TYPES
+from gloo_ranks import be_a_rank, run_ranks
+from safetensors.torch import load_file
+from tiny_models import MODELS, save, tiny_config, tiny_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+WORLD = 2
+EXPERTS = "model.layers.0.mlp.experts"
 
 
 class Tied(nn.Module):
@@ -123,3 +147,127 @@ def test_digest_follows_training() -> None:
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         assert (digest(named_tensors(model)) == before) == same
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_values_are_the_checkpoints(name: str, tmp_path: Path) -> None:
+    model = tiny_model(tiny_config(name))
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    found = dict(named_tensors(model))
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[key], saved[key]) for key in saved)
+    assert {spec.name: spec.shape for spec in manifest(model)} == {key: tuple(t.shape) for key, t in saved.items()}
+    layout = read_layout(model)
+    assert tuple(spec.name for spec in layout.tensors) == tuple(found)
+    hashes = ShardedDigest(layout).hashes(0, local_parameters(model))
+    assert ShardedDigest(layout).combine({0: hashes}).hex == digest(named_tensors(model)) == digest(saved)
+    other = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    load_named_tensors(other, saved)
+    assert digest(named_tensors(other)) == digest(named_tensors(model, dtype=torch.bfloat16))
+
+
+def test_stacked_experts_are_taken_apart_without_copies() -> None:
+    model = tiny_model(tiny_config("qwen3 moe"))
+    held = model.model.layers[0].mlp.experts
+    memory = {stack.untyped_storage().data_ptr() for stack in (held.gate_up_proj, held.down_proj)}
+    found = {name: tensor for name, tensor in named_tensors(model) if name.startswith(EXPERTS)}
+    assert len(found) == 9
+    assert {tensor.untyped_storage().data_ptr() for tensor in found.values()} == memory
+    assert torch.equal(found[f"{EXPERTS}.2.up_proj.weight"], held.gate_up_proj[2, 26:])
+
+
+def test_experts_that_do_not_fit_are_named_and_nothing_changes() -> None:
+    model = tiny_model(tiny_config("qwen3 moe"))
+    before = digest(named_tensors(model))
+    tensors = {name: tensor + 1 for name, tensor in named_tensors(model)}
+    del tensors[f"{EXPERTS}.1.gate_proj.weight"]
+    tensors[f"{EXPERTS}.2.down_proj.weight"] = torch.zeros(36, 27)
+    tensors[f"{EXPERTS}.gate_up_proj"] = torch.zeros(3, 36, 52)
+    with pytest.raises(ValueError, match="do not fit") as error:
+        load_named_tensors(model, tensors)
+    for problem in (
+        f"unknown {EXPERTS}.gate_up_proj",
+        f"missing {EXPERTS}.1.gate_proj.weight",
+        f"{EXPERTS}.2.down_proj.weight is (36, 27), here (36, 26)",
+    ):
+        assert problem in str(error.value)
+    assert digest(named_tensors(model)) == before
+
+
+def test_a_stack_may_come_under_its_parameters_name() -> None:
+    source, target = (tiny_model(tiny_config("qwen3 moe")) for _ in range(2))
+    state = {name: tensor + 1 for name, tensor in source.state_dict().items()}
+    load_named_tensors(target, state)
+    assert digest(target.state_dict()) == digest(state)
+    assert f"{EXPERTS}.gate_up_proj" in state
+    name = f"{EXPERTS}.2.up_proj.weight"
+    with pytest.raises(ValueError, match=r"2\.up_proj\.weight came twice"):
+        load_named_tensors(target, state | {name: dict(named_tensors(source))[name]})
+
+
+def test_experts_are_found_where_a_model_is() -> None:
+    model = tiny_model(tiny_config("qwen3 moe"))
+    names = [name for name, _ in named_tensors(model)]
+    two = nn.ModuleDict({"policy": model, "value": nn.Linear(36, 1)})
+    assert [name for name, _ in named_tensors(two)][:-2] == [f"policy.{name}" for name in names]
+    compiled = torch.compile(model, backend="eager")
+    assert [name for name, _ in named_tensors(cast(nn.Module, compiled))] == names
+    bare = nn.ModuleDict({"experts": nn.ParameterDict({"gate_up_proj": torch.zeros(3, 4, 2)})})
+    assert list(dict(named_tensors(bare))) == ["experts.gate_up_proj"]
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
+def test_which_families_stack_experts_is_as_transformers_has_it(model_type: str) -> None:
+    sources = {s for each in get_checkpoint_conversion_mapping(model_type) or () for s in each.source_patterns}
+    assert {f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up", "down")} <= sources
+
+
+def test_another_family_with_experts(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "olmoe", vocab_size=32, hidden_size=8, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_experts=4, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = tiny_model(config)
+    model.save_pretrained(tmp_path)
+    assert digest(named_tensors(model)) == digest(load_file(tmp_path / "model.safetensors"))
+
+
+def look(folder: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    found: dict[str, Any] = {}
+    for name in MODELS:
+        saved = load_file(f"{folder}/{name}/model.safetensors")
+        model = shard_model(tiny_model(tiny_config(name)), mesh)
+        layout = read_layout(model)
+        hashes: list[Any] = [None] * WORLD
+        torch.distributed.all_gather_object(
+            hashes, ShardedDigest(layout).hashes(mesh.get_rank(), local_parameters(model))
+        )
+        same = all(torch.equal(tensor, saved[key]) for key, tensor in named_tensors(model))
+        digests = {
+            ShardedDigest(layout).combine(dict(enumerate(cast(list[Any], hashes)))).hex,
+            digest(named_tensors(model)),
+            digest(saved),
+        }
+        load_named_tensors(model, {key: tensor + 1 for key, tensor in saved.items()})
+        loaded = digest(named_tensors(model)) == digest({key: tensor + 1 for key, tensor in saved.items()})
+        found[name] = {"same": same, "digests": len(digests), "loaded": loaded}
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    for name in MODELS:
+        save(tiny_config(name), folder / name)
+    return run_ranks(__file__, folder, world=WORLD)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_models_give_and_take_what_checkpoints_hold(found: list[dict[str, Any]], name: str) -> None:
+    assert [rank[name] for rank in found] == [{"same": True, "digests": 1, "loaded": True}] * WORLD
+
+
+if __name__ == "__main__":
+    be_a_rank(*sys.argv[1:], lambda: look(sys.argv[2]), world=WORLD)

@@ -1,6 +1,7 @@
 """Sums, norms and full tensors of parameters that may lie on several ranks.
 
-A parameter is either an ordinary tensor, equal on all ranks, or a DTensor that FSDP2 (or its user) has sharded.
+A parameter is either an ordinary tensor, equal on all ranks, or a DTensor that FSDP2, tensor parallelism or its user
+has sharded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,66 @@ def full(tensor: Tensor) -> Tensor:
     """The whole of `tensor`; a collective if it is sharded."""
     from torch.distributed.tensor import DTensor
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # What is offloaded to the CPU still belongs to the mesh of its device, where it can be gathered.
+    there: Any = tensor.to(tensor.device_mesh.device_type)
+    packed_dim, unpacked = _unpacked(there)
+    whole: Tensor = unpacked.full_tensor()
+    return whole if packed_dim is None else whole.flatten(packed_dim, packed_dim + 1)
+
+
+def _unpacked(tensor: Any) -> tuple[int | None, Any]:
+    """A DTensor of several tensors behind one another, each cut by itself, with them along a dimension of their own.
+
+    Thus they are ordinary shards, which every version of torch gathers. Returns the new dimension too; None: the tensor
+    is none of these, and as it was.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    strided = [index for index, each in enumerate(tensor.placements) if isinstance(each, _StridedShard)]
+    dims = [each.dim for each in tensor.placements if isinstance(each, (Shard, _StridedShard))]
+    if len(strided) != 1 or dims.count(dim := tensor.placements[strided[0]].dim) > 1:
+        return None, tensor
+    packed = tensor.placements[strided[0]].split_factor
+    placements = [
+        Shard(each.dim + (each.dim >= dim)) if isinstance(each, (Shard, _StridedShard)) else each
+        for each in tensor.placements
+    ]
+    shape = (*tensor.shape[:dim], packed, tensor.shape[dim] // packed, *tensor.shape[dim + 1 :])
+    held = tensor.to_local()
+    held = held.unflatten(dim, (packed, held.shape[dim] // packed))
+    stride = torch.empty(shape, device="meta").stride()
+    return dim, DTensor.from_local(held, tensor.device_mesh, placements, shape=torch.Size(shape), stride=stride)
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Where a module computes that has `tensor` as a parameter: offloaded or not."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor) or tensor.device.type == tensor.device_mesh.device_type:
+        return tensor.device
+    return torch.device(tensor.device_mesh.device_type, torch.accelerator.current_device_index())
+
+
+def is_summed(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether FSDP2 sums this parameter's gradient over the ranks of the group: they share the parameter's mesh."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return False
+    return set(dist.get_process_group_ranks(group)) <= set(tensor.device_mesh.mesh.flatten().tolist())
+
+
+def goes_with(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of the group share all of this parameter's mesh, or it belongs to each of them alone."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor) or is_summed(tensor, group):
+        return True
+    ranks = set(dist.get_process_group_ranks(group))
+    return ranks & set(tensor.device_mesh.mesh.flatten().tolist()) == {dist.get_rank()}
 
 
 def assign(target: Tensor, value: Tensor) -> None:
@@ -82,7 +142,7 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def sum_replicated(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums ordinary tensors over the ranks, in place."""
+    """Sums what each rank holds of these over the ranks, in place."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         if bucket and sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET:
@@ -102,6 +162,33 @@ def _sum_bucket(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, the shards on other ranks included: fp32, the same on every rank."""
-    norms = [full(nn.utils.get_total_norm(group)) for group in by_layout(tensors)]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    """The 2-norm of all tensors together, the shards on other ranks included: float64, the same on every rank.
+
+    Squares are added in float64, and their sum over all shards has its root taken once: however the tensors are
+    sharded, norms agree to the last digits of float64, and so do the fp32 gradients that are clipped by them.
+    """
+    shards: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        shards.setdefault(_sharded_over(tensor), []).append(local(tensor))
+    total: Tensor | None = None
+    for over, parts in shards.items():
+        square = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64)).square().sum()
+        if over is not None:
+            mesh, dims = over
+            square = square.to(mesh.device_type)
+            for dim in dims:
+                dist.all_reduce(square, group=mesh.get_group(dim))
+        total = square if total is None else total.to(square.device) + square
+    assert total is not None, "there are no tensors"
+    return total.sqrt()
+
+
+def _sharded_over(tensor: Tensor) -> tuple[Any, tuple[int, ...]] | None:
+    """The mesh of a DTensor, and those of its dimensions over which it lies in parts; None: an ordinary tensor."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return None
+    for placement in tensor.placements:
+        assert not placement.is_partial(), "a gradient whose sum over ranks is not complete"
+    return tensor.device_mesh, tuple(dim for dim, each in enumerate(tensor.placements) if not each.is_replicate())

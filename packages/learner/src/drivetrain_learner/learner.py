@@ -51,6 +51,8 @@ class Learner(Generic[Module]):
     The module is taken as it lies: ordinary parameters are taken to be equal on all ranks and their gradients are
     summed here; parameters sharded by FSDP2 are summed by FSDP2. Either way gradients are summed, never averaged,
     because losses carry global denominators: the update does not depend on the micro-batches or the number of ranks.
+    The ranks of the group are those that bring batches of their own. Tensor-parallel ranks bring the same batch: they
+    are in different groups, each that of the data-parallel mesh dimension.
 
     All ranks of the group call `infer`, `update`, `reduce`, `state_dict` and `load_state_dict` in the same order; each
     brings its own batch. A rank whose batch is smaller (or empty) runs its closure on empty batches, so that every rank
@@ -70,10 +72,11 @@ class Learner(Generic[Module]):
             module: a `PolicyModel`, `ValueModel`, or any module that its closures call with packed batches. One without
                 trainable parameters (a reference) can `infer`, and not `update`.
             config: the settings.
-            process_group: the ranks that train this module together. None: this process alone.
+            process_group: the ranks that train this module together, each on its own batches. None: this process alone.
 
         Raises:
-            ValueError: a trainable parameter is not fp32, or the module is sharded without a group.
+            ValueError: a trainable parameter is not fp32, or the module is sharded without a group, or over some of the
+                group's ranks.
         """
         self.module = module
         self.config = config
@@ -84,7 +87,7 @@ class Learner(Generic[Module]):
         self._state = parallel.named_state(module)
         self._parameters = {name: p for name, p in self._state.items() if p.requires_grad}
         self._check_parameters()
-        self.device = next(iter(self._state.values())).device
+        self.device = parallel.device_of(next(iter(self._state.values())))
         """Where batches are moved to."""
         for sharded in parallel.fsdp_modules(module):
             sharded.set_gradient_divide_factor(1.0)
@@ -154,7 +157,7 @@ class Learner(Generic[Module]):
         names = sorted(totals)
         sums = self.reduce(torch.stack([totals[name] for name in names]))
         # The host waits for the device here once, and not for each number.
-        norm, *values = torch.cat([parallel.total_norm(gradients).double()[None], sums]).tolist()
+        norm, *values = torch.cat([parallel.total_norm(gradients)[None].to(sums.device), sums]).tolist()
         metrics = dict(zip(names, values, strict=True))
         result = {"loss": metrics.pop(""), "grad_norm": norm, "lr": lr, "metrics": metrics}
         if not norm < float("inf"):
@@ -253,7 +256,9 @@ class Learner(Generic[Module]):
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         if self.process_group is not None:
-            parallel.sum_replicated([g for g in gradients if not parallel.is_sharded(g)], self.process_group)
+            group = self.process_group
+            own = [parallel.local(g) for g in gradients if not parallel.is_summed(g, group)]
+            parallel.sum_replicated(own, group)
         return gradients
 
     def _reshard(self) -> None:
@@ -270,6 +275,11 @@ class Learner(Generic[Module]):
                 )
             if self.process_group is None and parallel.is_sharded(parameter):
                 raise ValueError(f"parameter {name} is sharded; give the process_group of its ranks")
+            if self.process_group is not None and not parallel.goes_with(parameter, self.process_group):
+                raise ValueError(
+                    f"parameter {name} is shared by some ranks of the process_group and not by others, so that its "
+                    "gradient would be summed over some twice; give the ranks of the data-parallel mesh dimension"
+                )
 
 
 def _check_terms(terms: LossTerms, totals: Mapping[str, Tensor]) -> None:

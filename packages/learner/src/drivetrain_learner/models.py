@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain_learner import _parallel as parallel
 from drivetrain_learner.attention import Packing, install_packed_attention
 from drivetrain_learner.batch import PackedBatch
 from drivetrain_learner.logprobs import TokenOutputs, head_logprobs
@@ -85,11 +86,13 @@ class PolicyModel(nn.Module):
             raise ValueError(f"temperature is {temperature}; log-probs need a positive one (greedy sampling has none)")
         hidden = _hidden_states(self.model.base_model, batch, self.autocast)
         head = self.model.get_output_embeddings()
+        # With tensor parallelism a rank has some rows of the head, and the log-probs need them all.
+        weight, bias = parallel.full(head.weight), None if head.bias is None else parallel.full(head.bias)
         index = batch.loss_mask.nonzero()[:, 0]
         kept = head_logprobs(
             hidden[index],
-            head.weight,
-            head.bias,
+            weight,
+            bias,
             batch.labels[index],
             temperature=temperature,
             entropy=entropy,

@@ -3,6 +3,8 @@
 Written for 0.24 to 0.33. What is not obvious about them:
 
 * Of a tied model on the CPU, reloading leaves ``lm_head`` computing with a packed copy of the old weights.
+* The CPU's kernel for mixtures of experts takes packed weights, and they are packed only when the kernel is made: after
+  reloading it would read plain ones as if they were packed.
 * ``reload_weights`` only logs which parameters it did not load. When it breaks off, layers keep the tensors that had
   arrived, and the next reload mixes them with its own. So ``load_weights`` below takes its three steps one by one, and
   undoes them after a failure.
@@ -120,6 +122,10 @@ def _load_in_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]], vllm_con
     on_gpu = device() != "cpu"
     if on_gpu:
         torch.cuda.synchronize()  # the tensors may still be in the making on another stream
+    else:
+        for method in [module.quant_method for module in model.modules() if hasattr(module, "quant_method")]:
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None  # it is made anew when its layer has its weights
     with set_current_vllm_config(vllm_config), torch.no_grad():
         try:
             initialize_layerwise_reload(model)

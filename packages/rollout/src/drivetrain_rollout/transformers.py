@@ -209,14 +209,15 @@ class _TransformersBackend:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         import torch
 
-        served = self._model.state_dict()
+        from drivetrain_rollout._manifest import checkpoint_tensors
+
+        served = checkpoint_tensors(self._model)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 served[name].copy_(tensor)
 
     def parameters(self) -> Mapping[str, Tensor]:
-        state = self._model.state_dict()
-        return {name: state[name] for name in self.manifest.shapes}
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self.manifest.aliases}
 
     def write(self, act: Callable[[], str]) -> str:
         import torch

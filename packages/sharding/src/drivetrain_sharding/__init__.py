@@ -14,14 +14,16 @@ from drivetrain_sharding.digest import (
 from drivetrain_sharding.exchange import CallableExchange, Exchange, TorchExchange
 from drivetrain_sharding.execute import Executor, Pull, TransferFailed, pull
 from drivetrain_sharding.families import train_layout, vllm_layout
-from drivetrain_sharding.fit import Fit, engine_fit, frozen_fit, kv_bytes, training_fit
+from drivetrain_sharding.fit import PROCESS, Fit, engine_fit, frozen_fit, kv_bytes, training_fit
 from drivetrain_sharding.layout import Box, Layout, Mesh, Parameter, Part, Piece, Split, TensorSpec
+from drivetrain_sharding.offload import OptimizerOffload
 from drivetrain_sharding.plan import LayoutMismatch, Plan, Transfer, make_plan
 from drivetrain_sharding.reading import local_parameters, read_layout
-from drivetrain_sharding.setup import shard_model
+from drivetrain_sharding.setup import checkpoint_activations, device_mesh, shard_model
 from drivetrain_sharding.weights import load_named_tensors, manifest, named_tensors
 
 __all__ = [
+    "PROCESS",
     "Box",
     "CallableExchange",
     "DeltaChain",
@@ -34,6 +36,7 @@ __all__ = [
     "Layout",
     "LayoutMismatch",
     "Mesh",
+    "OptimizerOffload",
     "Parameter",
     "Part",
     "Piece",
@@ -47,8 +50,10 @@ __all__ = [
     "TransferFailed",
     "VersionDigest",
     "apply_delta",
+    "checkpoint_activations",
     "combine",
     "delta_digests",
+    "device_mesh",
     "differing",
     "digest",
     "encode_delta",

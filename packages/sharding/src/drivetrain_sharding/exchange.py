@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,24 +16,26 @@ Message = tuple[int, Tensor]
 
 
 class Exchange(Protocol):
-    """What an executor needs of a transport. Ranks are those of the plan's layouts."""
+    """What an executor needs of a transport. Ranks are those of the plan's layouts. Everything that waits must have a
+    deadline."""
 
     def agree(self, ok: bool) -> bool:
-        """Whether all ranks of both sides said that it is ok; called once by each, before anything is sent."""
+        """Whether all ranks of both sides said that it is ok; called by each before anything is sent, and once more
+        when it is through with its part."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
         """Start all messages of a round, in whatever order; the result waits until they are through, and raises what
-        went wrong. Between a source and a target rank there is one message in a round. It must have a deadline."""
+        went wrong. Between a source and a target rank there is one message in a round."""
 
 
 class TorchExchange:
-    """An `Exchange` over a `torch.distributed` group (gloo, NCCL, RCCL) that has all ranks of both sides.
+    """An `Exchange` over a `torch.distributed` group (gloo, NCCL, RCCL) of the ranks of both sides.
 
-    With NCCL a wait is the stream's, not the host's: a member that is lost shows by NCCL's own timeout.
+    A group in which something failed cannot be used any more.
 
     Args:
         source_ranks, target_ranks: which process of the group is which rank of the layouts.
-        timeout: seconds that a round may take.
+        timeout: seconds that ranks wait for each other at the start of an update, and that it may take from there on.
         group: None is the default group.
     """
 
@@ -45,30 +48,73 @@ class TorchExchange:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._sources, self._targets = tuple(source_ranks), tuple(target_ranks)
+        self._members = sorted({*source_ranks, *target_ranks})
         self._group, self._timeout = group, timeout
+        self._deadline: float | None = None
+        """Of the update that is under way."""
 
     def agree(self, ok: bool) -> bool:
-        device = "cpu" if dist.get_backend(self._group) == "gloo" else torch.accelerator.current_accelerator()
-        vote = torch.tensor([int(ok)], device=device)
-        work = dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        self._wait([work])
-        return bool(vote.item())
+        starts = self._deadline is None
+        verdict = self._poll(ok)
+        self._deadline = time.monotonic() + self._timeout if starts and verdict else None
+        return verdict
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+        return self._messages(
+            [(self._targets[rank], flat) for rank, flat in sends],
+            [(self._sources[rank], flat) for rank, flat in receives],
+        )
+
+    def _poll(self, ok: bool) -> bool:
+        """Whether all say that it is ok."""
+        vote = torch.tensor([int(ok)], dtype=torch.uint8)
+        if dist.get_backend(self._group) != "gloo":
+            vote = vote.to(torch.accelerator.current_accelerator())
+            work = dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+            self._wait([work], ["the agreement of all ranks"])
+            return bool(vote.item())
+        # Gloo's collectives go on after a deadline, and keep the process from ending; its messages do not.
+        first, *others = self._members
+        if dist.get_rank(self._group) != first:
+            self._messages([(first, vote)], [])()
+            self._messages([], [(first, vote)])()
+            return bool(vote.item())
+        votes = [torch.empty_like(vote) for _ in others]
+        self._messages([], list(zip(others, votes, strict=True)))()
+        verdict = vote * all(votes)
+        self._messages([(other, verdict) for other in others], [])()
+        return bool(verdict.item())
+
+    def _messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+        """Start messages to and from processes of the group."""
         operations = [
-            *(
-                dist.P2POp(dist.irecv, flat, group_peer=self._sources[rank], group=self._group)
-                for rank, flat in receives
-            ),
-            *(dist.P2POp(dist.isend, flat, group_peer=self._targets[rank], group=self._group) for rank, flat in sends),
+            *(dist.P2POp(dist.irecv, flat, group_peer=peer, group=self._group) for peer, flat in receives),
+            *(dist.P2POp(dist.isend, flat, group_peer=peer, group=self._group) for peer, flat in sends),
+        ]
+        if not operations:
+            return _nothing
+        names = [
+            *(f"the message from {self._named(peer)}" for peer, _ in receives),
+            *(f"the message to {self._named(peer)}" for peer, _ in sends),
         ]
         works = dist.batch_isend_irecv(operations)
-        return lambda: self._wait(works)
+        if len(works) < len(names):  # NCCL has one for all
+            names = [", ".join(names)]
+        return lambda: self._wait(works, names)
 
-    def _wait(self, works: Sequence[dist.Work | None]) -> None:
-        for work in works:
-            if work is not None:
-                work.wait(datetime.timedelta(seconds=self._timeout))
+    def _wait(self, works: Sequence[dist.Work | None], names: Sequence[str]) -> None:
+        deadline = self._deadline or time.monotonic() + self._timeout
+        for work, name in zip(works, names, strict=True):
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                if work is not None:
+                    work.wait(datetime.timedelta(seconds=left))
+            except RuntimeError as error:
+                raise RuntimeError(f"{name} did not get through (the limit is {self._timeout:g} s): {error}") from error
+
+    def _named(self, peer: int) -> str:
+        sides = (("source", self._sources), ("target", self._targets))
+        return " and ".join(f"{side} rank {ranks.index(peer)}" for side, ranks in sides if peer in ranks)
 
 
 class CallableExchange:
@@ -104,3 +150,7 @@ class CallableExchange:
             assert self._send is not None, "a source rank needs send"
             self._send(flat, rank)
         return finish
+
+
+def _nothing() -> None:
+    pass

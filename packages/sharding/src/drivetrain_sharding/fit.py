@@ -1,30 +1,38 @@
 """What a model takes of a device's memory, by role and by part: pure arithmetic, before anything is started.
 
-The parts are those of a trainer with fp32 masters that computes under autocast (`drivetrain-learner`) and of an engine
-with a paged KV cache. Bytes are what torch's allocator hands out; a process takes a CUDA context, and what the
-allocator holds in reserve, on top (`OVERHEAD`).
+The parts are those of a trainer with fp32 masters that computes in another type (`drivetrain-learner`: packed
+sequences, log-probs in chunks of logits) and of an engine with a paged KV cache. Parameters, gradients and optimizer
+states are counted from `train_layout` and `vllm_layout`; of activations, whatever grows with tokens times a width.
+Bytes are what torch's allocator hands out; what a process takes besides is `PROCESS`.
 
 N: tokens of a micro-batch. L: layers, H: hidden size, Q and K: query heads and key-value heads times their size,
-I: intermediate size, V: vocabulary, P: parameters.
+I: intermediate size, V: vocabulary.
+
+A Llama, under autocast to bf16, keeps for each block and token
+
+    16 H    inputs of two norms and what they make of them, in fp32 like the residual stream
+    10 H    of those, a bf16 copy for each of q, k, v, gate and up
+    4 (Q + K)   queries, keys, values and what attention makes of them
+    8 I     the gate before and after its activation, the other projection, their product
+
+bytes, and once the bf16 copies of all matrices. A block that is checkpointed keeps 4 H for each token, and its copies
+no longer than the forward pass. The head takes 16 bytes for each of 2^27 logits (12 without entropy), and 6 V H for its
+weight's copy and gradient. FSDP2 has everything outside the blocks, and two blocks, gathered at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from drivetrain_sharding._memory import Passes, Sizes, parameter_shapes
 from drivetrain_sharding._models import Model
 from drivetrain_sharding.families import vllm_layout
-
-OVERHEAD = 1 << 30
-"""Bytes that a process takes beside what is predicted here: context, libraries, kernels."""
-
-_LOGITS = 2**27
-"""Logits that the learner's head makes at a time, over all tokens of a chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +48,12 @@ class Fit:
     activations: int = 0
     """What the forward pass keeps for the backward pass, and what the block that is being computed takes."""
     logits: int = 0
-    """What the head takes while it is being computed: logits of a chunk, its weight's cast and gradient."""
+    """What the head takes while it is being computed: logits of a chunk, its weight's copy and gradient."""
     kv_cache: int = 0
     buckets: int = 0
     """Of weight sync."""
+    overhead: int = 0
+    """What a process takes beside all this."""
 
     @property
     def total(self) -> int:
@@ -51,8 +61,13 @@ class Fit:
         return sum(dataclasses.astuple(self))
 
     def __add__(self, other: Fit) -> Fit:
-        """Two roles on one device at the same time."""
+        """Two roles on one device at the same time. Of roles that take turns, one is `at_rest`."""
         return Fit(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
+
+    def at_rest(self, *, optimizer: bool = True) -> Fit:
+        """What stays of this role while another one computes; `optimizer`: its states too."""
+        states = self.optimizer if optimizer else 0
+        return dataclasses.replace(self, gradients=0, optimizer=states, gathered=0, activations=0, logits=0)
 
     def describe(self) -> str:
         """A line for each part that takes anything, and the total, in GiB."""
@@ -61,67 +76,9 @@ class Fit:
         return "\n".join([*lines, f"{'total':12} {self.total / 2**30:8.2f} GiB"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Counts of parameters, and widths, of a model on one of `tp` tensor-parallel ranks."""
-
-    layers: int
-    hidden: int
-    queries: int
-    keys: int
-    heads: int
-    intermediate: int
-    vocabulary: int
-    total: int
-    block: int
-    """Parameters of one block."""
-    matrices: int
-    """Parameters of all blocks that are matrices of linear layers: those that autocast makes copies of."""
-    head: int
-    qk_norm: bool
-
-    @classmethod
-    def of(cls, config: Any, tp: int) -> _Sizes:
-        model = Model.of(config)
-        if model.size("num_experts"):
-            raise ValueError("the memory of a mixture of experts is not predicted: which expert gets how many tokens "
-                             "decides it")  # fmt: skip
-        layers = model.size("num_hidden_layers")
-        specs = model.tensors(torch.float32)
-        blocks = [spec for spec in specs if ".layers." in spec.name]
-        cut = sum(math.prod(spec.shape) for spec in blocks if len(spec.shape) > 1)
-        whole = sum(math.prod(spec.shape) for spec in blocks if len(spec.shape) == 1)
-        table = model.size("vocab_size") * model.hidden
-        others = sum(math.prod(spec.shape) for spec in specs) - cut - whole
-        return cls(
-            layers=layers,
-            hidden=model.hidden,
-            queries=model.heads * model.head_dim // tp,
-            keys=model.kv_heads * model.head_dim // min(tp, model.kv_heads),
-            heads=model.heads // tp,
-            intermediate=model.size("intermediate_size") // tp,
-            vocabulary=model.size("vocab_size"),
-            total=cut // tp + whole + others,
-            block=(cut // tp + whole) // layers,
-            matrices=cut // tp,
-            head=table,
-            qk_norm=model.rules.qk_norm,
-        )
-
-    def kept(self, compute: int, stream: int) -> int:
-        """Bytes that one block keeps for its backward pass, for each token.
-
-        The residual stream is fp32 under autocast. Kept of it are, twice: the sum that goes into a norm and the
-        normalised values, and a cast for each linear layer that reads them (three and two). Attention keeps queries,
-        keys, values and its output; the feed-forward block the gate before and after its activation, the other
-        projection and their product.
-        """
-        norms = 2 * (2 * stream * self.hidden + 4)
-        casts = 5 * self.hidden * compute if compute != stream else 2 * self.hidden * compute
-        attention = 2 * (self.queries + self.keys) * compute + 4 * self.heads
-        if self.qk_norm:
-            attention += (self.queries + self.keys) * (compute + 4)
-        return norms + casts + attention + 4 * self.intermediate * compute
+PROCESS = Fit(overhead=1 << 30)
+"""What to reckon with for each process on a device: CUDA's context, libraries' workspaces, kernels, and what the
+allocator has reserved and not handed out."""
 
 
 def training_fit(
@@ -130,76 +87,134 @@ def training_fit(
     tokens: int,
     microbatches: int = 1,
     compute: torch.dtype = torch.bfloat16,
+    param_dtype: torch.dtype | None = None,
     checkpoint_every: int | None = None,
     entropy: bool = True,
     value_head: bool = False,
+    states: int = 2,
     shards: int = 1,
     tp: int = 1,
     offload_parameters: bool = False,
     offload_optimizer: bool = False,
 ) -> Fit:
-    """Peak memory of a role that is trained, on one device.
+    """Peak memory of a role that is trained, on the device that takes most.
 
-    The peak is the largest of four moments, and the parts returned are that moment's:
+    The peak is the largest of these moments, and the parts returned are that moment's:
 
-    * the head's backward pass: everything that the forward pass kept, and the logits of a chunk;
+    * the forward pass is through the last block, with every copy that autocast has made of a matrix;
+    * the head's forward and backward pass: everything that the forward pass kept, and the logits of a chunk;
     * the backward pass of the last block, where activations are recomputed: the inputs of all blocks, one block whole;
     * the backward pass of the first block: one block whole, and nearly all gradients;
+    * the embedding's: all gradients, and a second one of the embedding where the head has one too;
     * the optimizer's step: parameters, gradients and states.
 
     Args:
         config: a transformers config, or the mapping that its `config.json` holds. No mixture of experts.
         tokens: N, of the largest micro-batch.
         microbatches: of an optimizer step; with more than one, gradients are there while activations are.
-        compute: the autocast dtype; masters, gradients and AdamW's moments are fp32.
-        checkpoint_every: recompute the activations of blocks, of which every n-th keeps its input. None: keep all.
+        compute: the autocast dtype; masters, gradients and the optimizer's states are fp32.
+        param_dtype: what FSDP2 gathers parameters in, as for `shard_model`; autocast then has nothing to copy.
+        checkpoint_every: of `checkpoint_activations`. None: every block keeps its activations.
         entropy: whether the loss has an entropy term, whose gradient needs a second tensor of logits.
         value_head: a critic, whose head has one output.
-        shards: ranks of FSDP2 that share parameters, gradients and states.
+        states: tensors of the optimizer for each parameter: AdamW 2, SGD with momentum 1.
+        shards: ranks of FSDP2 that share parameters, gradients and states. Ranks with copies do not count.
         tp: tensor-parallel ranks.
-        offload_parameters: parameters, gradients and states on the CPU between uses (FSDP2's offload).
-        offload_optimizer: the states on the CPU but during the optimizer's step.
+        offload_parameters: parameters, gradients and states are on the CPU between uses (FSDP2's offload).
+        offload_optimizer: the states are on the CPU but during the optimizer's step (`OptimizerOffload`).
 
     Raises:
-        ValueError: an unknown family, or a number out of range.
+        ValueError: an unknown family, a mixture of experts, or a number out of range.
     """
-    if tokens < 1 or microbatches < 1 or shards < 1 or tp < 1 or (checkpoint_every or 1) < 1:
-        raise ValueError(f"tokens={tokens}, microbatches={microbatches}, shards={shards}, tp={tp}: use 1 or more")
-    sizes = _Sizes.of(config, tp)
-    width, autocast = compute.itemsize, compute != torch.float32
-    total = sizes.total - (sizes.head if value_head and not _tied(config) else 0)
-    own = -(-total // shards)
-    static = Fit(
-        parameters=0 if offload_parameters else 4 * own,
-        gradients=0 if offload_parameters else 4 * own,
-        optimizer=0 if offload_parameters or offload_optimizer else 8 * own,
+    _at_least_one(tokens=tokens, microbatches=microbatches, shards=shards, tp=tp, checkpoint_every=checkpoint_every)
+    sizes = Sizes.of(config, tp=tp)
+    if checkpoint_every is not None and checkpoint_every > sizes.layers:
+        raise ValueError(f"checkpoint_every={checkpoint_every}, and there are {sizes.layers} blocks: use that or less")
+    own = _parameters(config, shards=shards, tp=tp, value_head=value_head)
+    on_device = 0 if offload_parameters else own
+    training = _Training(
+        sizes=sizes,
+        passes=Passes(sizes, tokens, (param_dtype or compute).itemsize, (param_dtype or torch.float32).itemsize),
+        masters=Fit(parameters=4 * on_device, optimizer=0 if offload_optimizer else 4 * states * on_device),
+        gradients=4 * on_device,
+        step=Fit(parameters=4 * on_device, gradients=4 * on_device, optimizer=4 * states * on_device),
+        accumulating=microbatches > 1,
+        recomputed=sizes.layers // checkpoint_every if checkpoint_every else 0,
+        run=checkpoint_every or 1,
+        entropy=entropy,
+        value_head=value_head,
+        sharded=shards > 1 or offload_parameters,
+        shards=shards,
+        tp=tp,
     )
-    gathered = _gathered(sizes, width, sharded=shards > 1 or offload_parameters)
-    block = tokens * sizes.kept(width, 4)
-    # Gradients of the widest tensors of a block, two at a time, beside what it keeps.
-    working = tokens * 2 * max(2 * sizes.intermediate * width, 4 * sizes.hidden)
-    if checkpoint_every is None:
-        kept, casts = sizes.layers * block, 2 * sizes.matrices if autocast else 0
-        inner = kept
-    else:
-        kept = -(-sizes.layers // checkpoint_every) * tokens * 4 * sizes.hidden
-        casts = 0
-        inner = kept + checkpoint_every * block + working
-    kept += tokens * 3 * 4 * sizes.hidden  # around the last norm
-    logits = 0 if value_head else head_bytes(config, tokens=tokens, compute=compute, entropy=entropy, tp=tp)
-    made = static.gradients if microbatches > 1 else 0
-    table = 0 if value_head else 4 * sizes.head // shards
-    moments = [
-        dataclasses.replace(static, gradients=made, gathered=gathered + casts, activations=kept, logits=logits),
-        dataclasses.replace(
-            static, gradients=max(made, table), gathered=gathered + (casts or 2 * sizes.block), activations=inner
-        ),
-        dataclasses.replace(
-            static, gathered=gathered + 2 * sizes.block, activations=(checkpoint_every or 1) * block + working
-        ),
-        dataclasses.replace(static, optimizer=0 if offload_parameters else 8 * own),
-    ]
-    return max(moments, key=lambda fit: fit.total)
+    return max(training.moments(), key=lambda fit: fit.total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """An optimizer step, moment by moment."""
+
+    sizes: Sizes
+    passes: Passes
+    masters: Fit
+    gradients: int
+    step: Fit
+    accumulating: bool
+    recomputed: int
+    """Blocks whose activations are."""
+    run: int
+    """Blocks from one that is recomputed to the next."""
+    entropy: bool
+    value_head: bool
+    sharded: bool
+    shards: int
+    tp: int
+
+    def moments(self) -> Iterator[Fit]:
+        sizes, passes, kept = self.sizes, self.passes, self._kept()
+        matrices = sizes.matrices * passes.compute if passes.copies else 0
+        copies = (sizes.layers - self.recomputed) * matrices
+        made = self.gradients if self.accumulating else 0
+        table = 4 * sizes.table
+        # FSDP2 reduces gradients in fp32, one block's while the next one's are made.
+        reducing, making = (4 * sizes.block, passes.stream * sizes.block) if self.sharded else (0, 0)
+        head, pending, second = self._table_gradients()
+
+        yield self._moment(made, 2, sizes.layers * matrices, kept + (passes.forward if self.recomputed else 0))
+        if not self.value_head:
+            whole = table if self.tp > 1 else 0
+            for logits in (passes.head_forward(entropy=self.entropy), passes.head_backward(entropy=self.entropy)):
+                yield self._moment(made, 1, copies, kept + passes.last, whole + logits)
+        again = passes.block if self.recomputed else 0
+        yield self._moment(max(made + pending, head), 2, copies + matrices, kept + again + passes.backward)
+        run = self.run * passes.block + passes.backward
+        reduced = made or max(self.gradients - 4 * sizes.block // self.shards, 0) if self.sharded else self.gradients
+        yield self._moment(reduced + pending + making, 1, self.run * matrices + reducing, run)
+        yield self._moment(self.gradients + pending + second, 0, reducing, 2 * passes.input)
+        yield self.step
+
+    def _kept(self) -> int:
+        """What the forward pass through the blocks keeps."""
+        return (self.sizes.layers - self.recomputed) * self.passes.block + self.recomputed * self.passes.input
+
+    def _moment(self, gradients: int, blocks: int, copies: int, activations: int, logits: int = 0) -> Fit:
+        """With so many blocks gathered by FSDP2, and everything outside the blocks."""
+        sizes = self.sizes
+        gathered = (sizes.root + blocks * sizes.block) * self.passes.stream if self.sharded else 0
+        return dataclasses.replace(
+            self.masters, gradients=gradients, gathered=gathered + copies, activations=activations, logits=logits
+        )
+
+    def _table_gradients(self) -> tuple[int, int, int]:
+        """The gradient that the head makes of its weight; what it takes beside the gradients of parameters until the
+        embedding's is added (where they are one parameter) or FSDP2 reduces it; what the embedding's takes then."""
+        head = 0 if self.value_head else 4 * self.sizes.table
+        one = self.sizes.tied and not self.value_head
+        pending = head if one and self.accumulating else 0
+        if self.sharded:
+            pending = head // 4 * self.passes.stream
+        second = 4 * self.sizes.table if self.sharded or one or self.accumulating else 0
+        return head, pending, second
 
 
 def frozen_fit(
@@ -218,70 +233,59 @@ def frozen_fit(
         tokens: N, of the largest micro-batch.
         dtype: of the parameters. The others are as for `training_fit`.
     """
-    sizes = _Sizes.of(config, tp)
-    width = compute.itemsize
-    stream = 4 if dtype == torch.float32 else width
-    working = tokens * max(
-        2 * stream * sizes.hidden + 3 * sizes.intermediate * width,
-        4 * stream * sizes.hidden + 2 * (sizes.queries + sizes.keys) * 4,
+    _at_least_one(tokens=tokens, shards=shards, tp=tp)
+    sizes = Sizes.of(config, tp=tp)
+    passes = Passes(sizes, tokens, compute.itemsize, dtype.itemsize)
+    held = Fit(
+        parameters=_parameters(config, shards=shards, tp=tp, value_head=False) * dtype.itemsize,
+        gathered=(sizes.root + 2 * sizes.block) * dtype.itemsize if shards > 1 else 0,
     )
-    logits = head_bytes(config, tokens=tokens, compute=compute, entropy=entropy, backward=False, tp=tp)
-    static = Fit(
-        parameters=-(-sizes.total // shards) * dtype.itemsize,
-        gathered=_gathered(sizes, width, sharded=shards > 1),
+    whole = dtype.itemsize * sizes.table if tp > 1 else 0
+    return max(
+        dataclasses.replace(held, activations=passes.forward),
+        dataclasses.replace(held, activations=2 * passes.input, logits=whole + passes.head_forward(entropy=entropy)),
+        key=lambda fit: fit.total,
     )
-    moments = [
-        dataclasses.replace(static, activations=tokens * stream * sizes.hidden, logits=logits),
-        dataclasses.replace(static, activations=working + tokens * stream * sizes.hidden),
-    ]
-    return max(moments, key=lambda fit: fit.total)
 
 
 def engine_fit(
     config: Any, *, kv_tokens: int, dtype: torch.dtype = torch.bfloat16, tp: int = 1, buckets: int = 0
 ) -> Fit:
-    """Memory of a vLLM engine on one device: weights, and a KV cache of `kv_tokens` tokens, 2 K L elements each.
+    """Memory of a vLLM engine on one of its devices: weights, and a KV cache.
 
     Args:
+        config: a transformers config, or the mapping that its `config.json` holds.
+        kv_tokens: tokens that the cache has room for.
+        dtype: of weights and cache.
+        tp: tensor-parallel ranks of the engine.
         buckets: bytes of weight sync: `Plan.peak_bytes`, or 0 where the engine reads the learner's memory.
+
+    Raises:
+        ValueError: an unknown family, or sizes that vLLM cannot divide.
     """
-    held = vllm_layout(config, tp=tp, dtype=dtype).parameter_shapes(0)
+    _at_least_one(tp=tp)
+    shapes = vllm_layout(config, tp=tp, dtype=dtype).parameter_shapes(0)
     return Fit(
-        parameters=sum(math.prod(shape) for shape in held.values()) * dtype.itemsize,
+        parameters=sum(map(math.prod, shapes.values())) * dtype.itemsize,
         kv_cache=kv_tokens * kv_bytes(config, dtype=dtype, tp=tp),
         buckets=buckets,
     )
 
 
 def kv_bytes(config: Any, *, dtype: torch.dtype = torch.bfloat16, tp: int = 1) -> int:
-    """Bytes that a token takes of the KV cache: 2 K L elements."""
+    """Bytes that a token takes of the KV cache on a device: keys and values of all layers, 2 K L elements. With more
+    ranks than key-value heads, each holds one head."""
     model = Model.of(config)
     heads = max(model.kv_heads // tp, 1)
     return 2 * heads * model.head_dim * model.size("num_hidden_layers") * dtype.itemsize
 
 
-def head_bytes(
-    config: Any, *, tokens: int, compute: torch.dtype, entropy: bool, backward: bool = True, tp: int = 1
-) -> int:
-    """What the head takes at its peak: logits of a chunk in fp32 (twice, with entropy) and in the compute type, those
-    of the next chunk, which are made before the former are let go, its weight in the compute type and, going backward,
-    that weight's gradient in fp32 and one chunk's summand of it."""
-    sizes = _Sizes.of(config, tp)
-    chunk = min(tokens * sizes.vocabulary, _LOGITS // sizes.vocabulary * sizes.vocabulary)
-    weight = sizes.head * compute.itemsize if compute != torch.float32 else 0
-    following = chunk * (4 + compute.itemsize) if tokens * sizes.vocabulary > chunk else 0
-    if not backward:
-        return chunk * (8 if entropy else 4 + compute.itemsize) + weight
-    made = chunk * ((8 if entropy else 4) + compute.itemsize)
-    return made + following + weight + sizes.head * (4 + compute.itemsize)
+def _parameters(config: Any, *, shards: int, tp: int, value_head: bool) -> int:
+    """How many parameters the first rank holds, which no rank holds more than."""
+    shapes = parameter_shapes(config, shards=shards, tp=tp)
+    return sum(math.prod(shape) for name, shape in shapes.items() if not (value_head and name == "lm_head.weight"))
 
 
-def _gathered(sizes: _Sizes, width: int, *, sharded: bool) -> int:
-    """What FSDP2 has whole at a time: everything outside the blocks, and two blocks."""
-    if not sharded:
-        return 0
-    return (sizes.total - sizes.layers * sizes.block + 2 * sizes.block) * width
-
-
-def _tied(config: Any) -> bool:
-    return Model.of(config).tied
+def _at_least_one(**numbers: int | None) -> None:
+    if wrong := {name: number for name, number in numbers.items() if number is not None and number < 1}:
+        raise ValueError(f"{', '.join(f'{name}={number}' for name, number in wrong.items())}: use 1 or more")

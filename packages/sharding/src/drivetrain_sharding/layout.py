@@ -315,6 +315,9 @@ def _problems(layout: Layout) -> list[str]:
     for parameter in layout.parameters:
         if not parameter.parts:
             found.append(f"{parameter.name} has no parts")
+        dtypes = {str(specs[part.tensor].dtype) for part in parameter.parts if part.tensor in specs}
+        if len(dtypes) > 1:
+            found.append(f"{parameter.name} holds tensors of several dtypes: {', '.join(sorted(dtypes))}")
         for part in parameter.parts:
             if part.tensor not in specs:
                 found.append(f"{parameter.name} holds {part.tensor}, which is not among the tensors")

@@ -7,30 +7,27 @@ know.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from drivetrain_sharding._models import FAMILIES
+from drivetrain_sharding import _experts
 from drivetrain_sharding.layout import Layout, Mesh, Parameter, Part, Split, TensorSpec
-from drivetrain_sharding.weights import _aliases, _entries
+from drivetrain_sharding.weights import _aliases, _entries, _model_type, _specs, _stacks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_STACKS = re.compile(r"^.*\.experts\.(gate_up_proj|down_proj)$")
 
 
 def read_layout(module: nn.Module, mesh: DeviceMesh | None = None) -> Layout:
     """How a module's parameters and persistent buffers lie: whole, or sharded by FSDP2, tensor parallelism or both.
 
     Reading communicates nothing, and every rank reads the same. Rank r of the layout is the r-th of the device mesh.
-    Names are those of `named_tensors`: without the prefixes of wrappers, and of tied tensors the first; the others are
-    the layout's ties. Whole tensors have the names that parameters have, but for the stacked experts of transformers'
-    Qwen3-MoE: these are taken apart into those of the checkpoint, `experts.0.gate_proj.weight` and so on.
+    Whole tensors have the names that `named_tensors` gives them: without the prefixes of wrappers, of tied tensors the
+    first (the others are the layout's ties), and the checkpoint's, `experts.0.gate_proj.weight` and so on, of experts
+    that transformers stacks. But for stacks, parameters have the names of their tensors.
 
     Args:
         module: plain, or sharded. A module that does nothing but hold a transformers model is looked through: names
@@ -46,21 +43,18 @@ def read_layout(module: nn.Module, mesh: DeviceMesh | None = None) -> Layout:
     entries = _entries(module)
     mesh = _whole_mesh(entries, mesh)
     span = _sizes(mesh) if mesh is not None else {"rank": 1}
-    family = FAMILIES.get(_model_type(module) or "")
-    stacks = family is not None and family.experts
+    stacks = _stacks(module, entries)
     specs: list[TensorSpec] = []
     parameters: list[Parameter] = []
     problems: list[str] = []
     for name, tensor in entries.items():
         try:
             cuts = _cuts(tensor, span)
-            read = _stack if stacks and _STACKS.match(name) and tensor.ndim == 3 else _single
-            parameter, held = read(name, tensor, cuts)
+            parameters.append((_stack if name in stacks else _single)(name, tensor, cuts))
         except ValueError as error:
             problems.append(f"{name}: {error}")
             continue
-        parameters.append(parameter)
-        specs += held
+        specs += _specs(name, tensor, name in stacks)
     if problems:
         raise ValueError(f"this module lies as no layout can say: {'; '.join(problems)}")
     ties = {other: name for other, name in _aliases(module).items() if other != name}
@@ -86,10 +80,6 @@ def _model(module: nn.Module) -> nn.Module:
             return module
         inner = children[0]
     return inner
-
-
-def _model_type(module: nn.Module) -> str | None:
-    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,35 +126,28 @@ def _cuts(tensor: Tensor, span: Mapping[str, int]) -> list[_Cut]:
     return order
 
 
-def _single(name: str, tensor: Tensor, cuts: list[_Cut]) -> tuple[Parameter, list[TensorSpec]]:
+def _single(name: str, _: Tensor, cuts: list[_Cut]) -> Parameter:
     """A parameter that is one whole tensor."""
     if any(cut.packed > 1 for cut in cuts):
         raise ValueError("it packs several tensors, which only the experts of known families can be taken apart into")
-    part = Part(tensor=name, splits=tuple(cut.split(cut.dim) for cut in cuts))
-    return Parameter(name=name, parts=(part,)), [TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))]
+    return Parameter(name=name, parts=(Part(tensor=name, splits=tuple(cut.split(cut.dim) for cut in cuts)),))
 
 
-def _stack(name: str, tensor: Tensor, cuts: list[_Cut]) -> tuple[Parameter, list[TensorSpec]]:
+def _stack(name: str, tensor: Tensor, cuts: list[_Cut]) -> Parameter:
     """A parameter of stacked experts: `[experts, outputs, inputs]`; gate and up behind one another as outputs."""
-    at, _, projection = name.rpartition(".")
-    projections = (projection,) if projection == "down_proj" else ("gate_proj", "up_proj")
     experts = [cut for cut in cuts if cut.dim == 0]
     if len(experts) > 1:
         raise ValueError(f"experts are cut over {[cut.over for cut in experts]}: use one mesh dimension")
     within = [cut for cut in cuts if cut.dim != 0]
     for cut in within:
-        if cut.packed != (len(projections) if cut.dim == 1 else 1):
+        if cut.packed != (len(_experts.projections(name)) if cut.dim == 1 else 1):
             raise ValueError(f"dimension {cut.dim} is cut over {cut.over} across the boundary of gate and up")
-    count, outputs, inputs = tensor.shape
-    shape = (outputs // len(projections), inputs)
     splits = tuple(cut.split(cut.dim - 1) for cut in within)
     parts = tuple(
-        Part(tensor=f"{at}.{expert}.{each}.weight", splits=splits, expert=expert)
-        for expert in range(count)
-        for each in projections
+        Part(tensor=member.tensor, splits=splits, expert=member.expert)
+        for member in _experts.members(name, tensor.shape)
     )
-    specs = [TensorSpec(name=part.tensor, dtype=tensor.dtype, shape=shape) for part in parts]
-    return Parameter(name=name, parts=parts, experts=experts[0].split(0) if experts else None), specs
+    return Parameter(name=name, parts=parts, experts=experts[0].split(0) if experts else None)
 
 
 def _whole_mesh(entries: Mapping[str, Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:

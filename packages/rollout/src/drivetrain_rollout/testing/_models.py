@@ -50,11 +50,14 @@ def write_tiny_model(folder: Path, *, seed: int = 0, vocab_size: int = 48, **con
 
 
 def load_tensors(folder: Path) -> list[tuple[str, Tensor]]:
-    """The parameters of a saved model, each tied one once."""
+    """The parameters of a saved model, as its checkpoint names them, each tied one once."""
     from transformers import AutoModelForCausalLM
 
+    from drivetrain_rollout._manifest import checkpoint_tensors, manifest_of
+
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    tensors = checkpoint_tensors(model)
+    return [(name, tensors[name]) for name in manifest_of(model).shapes]
 
 
 def reference_logprobs(folder: Path, completions: Sequence[Completion], *, temperature: float) -> list[list[float]]:
