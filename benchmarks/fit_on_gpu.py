@@ -183,6 +183,13 @@ def result(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     return {**vars(case), "predicted": fit.total, "parts": asdict(fit), **found, "ratio": ratio}
 
 
+def again(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a file, with what is predicted now."""
+    case = Case(**{name: row[name] for name in Case.__dataclass_fields__})
+    found = {name: row[name] for name in ("measured", "reserved", "outside", "seconds") if name in row}
+    return row | result(case, found)
+
+
 def measured_results(tuned: bool) -> list[dict[str, Any]]:
     results = []
     for case in (case for case in CASES if case.tuned or not tuned):
@@ -203,15 +210,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.again:
         content = json.loads(options.again.read_text())
-        content["predicted"] = "anew, beside the peaks that the command measured"
-        fields = Case.__dataclass_fields__
-        content["results"] = [
-            result(
-                Case(**{name: row[name] for name in fields}),
-                {name: row[name] for name in ("measured", "reserved", "outside", "seconds") if name in row},
-            )
-            for row in content["results"]
-        ]
+        content.setdefault("predicted", "anew, beside the peaks that the command measured")
+        content["results"] = [again(row) for row in content["results"]]
     else:
         content = {"environment": environment(), "command": " ".join(sys.argv), "owed": "ratios of 0.9 to 1.1"}
         content["results"] = measured_results(options.tuned)

@@ -60,7 +60,8 @@ class Slow(TorchExchange):
 
     def __init__(self, *args: Any, plan: Any, stops: int, gone: Callable[[], bool], **options: Any) -> None:
         super().__init__(*args, **options)
-        self.counts = [len(some) for some in plan.receives(0)]
+        last = {transfer.tensor: number for number, some in enumerate(plan.receives(0)) for transfer in some}
+        self.counts = [list(last.values()).count(number) for number in range(plan.rounds)]  # tensors that are complete
         self.number, self.stops, self.gone = -1, stops, gone
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
@@ -140,7 +141,7 @@ def test_a_slow_receiver_is_waited_for(found: list[dict[str, Any]]) -> None:
     assert found[0]["rounds"] > 5
     for rank in found:
         assert rank["slow"]["error"] == ""
-        assert rank["slow"]["seconds"] > 0.2 * TENSORS  # all of them are through with it when the receiver is
+        assert rank["slow"]["seconds"] >= 0.2 * TENSORS  # all of them are through with it when the receiver is
     assert len({rank["digest"] for rank in found}) == 1
 
 

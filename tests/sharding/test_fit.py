@@ -152,12 +152,11 @@ def test_log_probs_take_what_is_predicted(name: str, dtype: torch.dtype, tmp_pat
     assert frozen_fit(config, tokens=tokens, dtype=dtype).total == pytest.approx(found, rel=0.05)
 
 
-# What each layout of two ranks is set up and predicted with.
-LAYOUTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "fsdp": (config_of(), {}, {"shards": WORLD}),
-    "fsdp, checkpointed": (config_of(layers=8, width=256, inner=1024), {}, {"shards": WORLD, "checkpoint_every": 1}),
-    "fsdp, bf16": (config_of(), {}, {"shards": WORLD, "param_dtype": torch.bfloat16}),
-    "tp": (config_of(), {}, {"tp": WORLD}),
+LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fsdp": (config_of(), {"shards": WORLD}),
+    "fsdp, checkpointed": (config_of(layers=12), {"shards": WORLD, "checkpoint_every": 1}),
+    "fsdp, bf16": (config_of(), {"shards": WORLD, "param_dtype": torch.bfloat16}),
+    "tp": (config_of(), {"tp": WORLD}),
 }
 
 
@@ -167,7 +166,7 @@ def look(folder: Path) -> dict[str, Any]:
 
     logprobs._LOGITS_PER_CHUNK = memory.LOGITS = LOGITS  # type: ignore[assignment]
     found = {}
-    for number, (name, (config, _, options)) in enumerate(LAYOUTS.items()):
+    for number, (name, (config, options)) in enumerate(LAYOUTS.items()):
         tp, param_dtype = options.get("tp", 1), options.get("param_dtype")
         span = Mesh((("dp", WORLD // tp), ("tp", tp)))
         mesh = device_mesh(span, "cpu")
@@ -186,9 +185,7 @@ def look(folder: Path) -> dict[str, Any]:
 def test_a_sharded_step_takes_what_is_predicted(tmp_path: Path) -> None:
     first, _ = run_ranks(__file__, tmp_path, world=WORLD)
     ratios = {name: predicted / found for name, (predicted, found) in first.items()}
-    # Gloo has buffers of its own, which are not the device's.
-    assert ratios.keys() == LAYOUTS.keys()
-    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
+    assert ratios == {name: pytest.approx(1, abs=0.05) for name in LAYOUTS}
 
 
 def kept_results() -> Any:
@@ -265,10 +262,9 @@ def test_shards_and_tensor_parallel_ranks_share() -> None:
     assert sharded.optimizer == pytest.approx(alone.optimizer / 8, rel=0.01)
     assert sharded.gathered > alone.gathered
     assert cut.parameters == pytest.approx(alone.parameters / 2, rel=0.01)
-    # Uneven shards: the first rank holds one row more than a half.
-    odd = config_of(vocab_size=2049, layers=1)
-    assert training_fit(odd, tokens=1, shards=2).parameters - training_fit(odd | {"vocab_size": 2048}, tokens=1,
-                                                                           shards=2).parameters == 4 * 128  # fmt: skip
+    # Of an uneven table the first rank holds a row more than half.
+    even, odd = (training_fit(config_of(vocab_size=rows), tokens=1, shards=2).parameters for rows in (2048, 2049))
+    assert odd - even == 4 * 128
 
 
 def test_what_is_offloaded_takes_nothing() -> None:

@@ -130,22 +130,17 @@ def training_fit(
     sizes = Sizes.of(config, tp=tp)
     if checkpoint_every is not None and checkpoint_every > sizes.layers:
         raise ValueError(f"checkpoint_every={checkpoint_every}, and there are {sizes.layers} blocks: use that or less")
-    own = _parameters(config, shards=shards, tp=tp, value_head=value_head)
-    on_device = 0 if offload_parameters else own
+    own = 0 if offload_parameters else _parameters(config, shards=shards, tp=tp, value_head=value_head)
     training = _Training(
-        sizes=sizes,
         passes=Passes(sizes, tokens, (param_dtype or compute).itemsize, (param_dtype or torch.float32).itemsize),
-        masters=Fit(parameters=4 * on_device, optimizer=0 if offload_optimizer else 4 * states * on_device),
-        gradients=4 * on_device,
-        step=Fit(parameters=4 * on_device, gradients=4 * on_device, optimizer=4 * states * on_device),
+        step=Fit(parameters=4 * own, gradients=4 * own, optimizer=4 * states * own),
         accumulating=microbatches > 1,
-        recomputed=sizes.layers // checkpoint_every if checkpoint_every else 0,
-        run=checkpoint_every or 1,
+        every=checkpoint_every,
         entropy=entropy,
-        value_head=value_head,
-        sharded=shards > 1 or offload_parameters,
-        shards=shards,
+        head=not value_head,
+        shards=shards if shards > 1 or offload_parameters else 0,
         tp=tp,
+        offload_optimizer=offload_optimizer,
     )
     return max(training.moments(), key=lambda fit: fit.total)
 
@@ -154,67 +149,76 @@ def training_fit(
 class _Training:
     """An optimizer step, moment by moment."""
 
-    sizes: Sizes
     passes: Passes
-    masters: Fit
-    gradients: int
     step: Fit
+    """While the optimizer steps."""
     accumulating: bool
-    recomputed: int
-    """Blocks whose activations are."""
-    run: int
-    """Blocks from one that is recomputed to the next."""
+    every: int | None
     entropy: bool
-    value_head: bool
-    sharded: bool
+    head: bool
+    """Over the vocabulary."""
     shards: int
+    """0: without FSDP2."""
     tp: int
+    offload_optimizer: bool
 
     def moments(self) -> Iterator[Fit]:
-        sizes, passes, kept = self.sizes, self.passes, self._kept()
+        passes, sizes = self.passes, self.passes.sizes
+        recomputed = sizes.layers // self.every if self.every else 0
+        kept = (sizes.layers - recomputed) * passes.block + recomputed * passes.input
         matrices = sizes.matrices * passes.compute if passes.copies else 0
-        copies = (sizes.layers - self.recomputed) * matrices
-        made = self.gradients if self.accumulating else 0
+        copies = (sizes.layers - recomputed) * matrices
         table = 4 * sizes.table
+        made = self.step.gradients if self.accumulating else 0
+        every, pending, second = self._gradients()
         # FSDP2 reduces gradients in fp32, one block's while the next one's are made.
-        reducing, making = (4 * sizes.block, passes.stream * sizes.block) if self.sharded else (0, 0)
-        head, pending, second = self._table_gradients()
+        reducing, making = (4 * sizes.block, passes.stream * sizes.block) if self.shards else (0, 0)
 
-        yield self._moment(made, 2, sizes.layers * matrices, kept + (passes.forward if self.recomputed else 0))
-        if not self.value_head:
+        # The forward pass is through the blocks.
+        yield self._moment(made, 2, sizes.layers * matrices, kept + (passes.forward if recomputed else 0))
+        if self.head:
             whole = table if self.tp > 1 else 0
             for logits in (passes.head_forward(entropy=self.entropy), passes.head_backward(entropy=self.entropy)):
                 yield self._moment(made, 1, copies, kept + passes.last, whole + logits)
-        again = passes.block if self.recomputed else 0
-        yield self._moment(max(made + pending, head), 2, copies + matrices, kept + again + passes.backward)
-        run = self.run * passes.block + passes.backward
-        reduced = made or max(self.gradients - 4 * sizes.block // self.shards, 0) if self.sharded else self.gradients
-        yield self._moment(reduced + pending + making, 1, self.run * matrices + reducing, run)
-        yield self._moment(self.gradients + pending + second, 0, reducing, 2 * passes.input)
+        # The backward pass is at the last blocks: where they are recomputed, one is there besides.
+        again, behind = (passes.block, reducing) if recomputed else (0, 0)
+        gradients = max(made + pending, table if self.head else 0)
+        yield self._moment(gradients, 2, copies + matrices + behind, kept + again + passes.backward)
+        # At the first block that is recomputed, with those before it.
+        run = self.every or 1
+        yield self._moment(every + pending + making, 1, run * matrices + reducing, run * passes.block + passes.backward)
+        # At the embedding.
+        yield self._moment(self.step.gradients + pending + second, 0, reducing, 2 * passes.input)
         yield self.step
 
-    def _kept(self) -> int:
-        """What the forward pass through the blocks keeps."""
-        return (self.sizes.layers - self.recomputed) * self.passes.block + self.recomputed * self.passes.input
+    def _gradients(self) -> tuple[int, int, int]:
+        """Of all blocks, up to those that FSDP2 has not reduced; of the head's weight, beside its parameter's; what the
+        embedding's takes when it is made.
+
+        Where head and embedding are one parameter, autograd keeps the head's until the embedding's is there. FSDP2
+        keeps it whole until it has all gradients outside the blocks, which it then reduces in fp32.
+        """
+        sizes, table = self.passes.sizes, 4 * self.passes.sizes.table
+        one = self.head and sizes.tied
+        if not self.shards:
+            pending = table if one and self.accumulating else 0
+            return self.step.gradients, pending, table if one or self.accumulating else 0
+        block = 0 if self.accumulating else 4 * sizes.block // self.shards
+        pending = self.passes.stream * sizes.table if self.head else 0
+        return max(self.step.gradients - block, 0), pending, table
 
     def _moment(self, gradients: int, blocks: int, copies: int, activations: int, logits: int = 0) -> Fit:
         """With so many blocks gathered by FSDP2, and everything outside the blocks."""
-        sizes = self.sizes
-        gathered = (sizes.root + blocks * sizes.block) * self.passes.stream if self.sharded else 0
-        return dataclasses.replace(
-            self.masters, gradients=gradients, gathered=gathered + copies, activations=activations, logits=logits
+        sizes = self.passes.sizes
+        gathered = (sizes.root + blocks * sizes.block) * self.passes.stream if self.shards else 0
+        return Fit(
+            parameters=self.step.parameters,
+            gradients=gradients,
+            optimizer=0 if self.offload_optimizer else self.step.optimizer,
+            gathered=gathered + copies,
+            activations=activations,
+            logits=logits,
         )
-
-    def _table_gradients(self) -> tuple[int, int, int]:
-        """The gradient that the head makes of its weight; what it takes beside the gradients of parameters until the
-        embedding's is added (where they are one parameter) or FSDP2 reduces it; what the embedding's takes then."""
-        head = 0 if self.value_head else 4 * self.sizes.table
-        one = self.sizes.tied and not self.value_head
-        pending = head if one and self.accumulating else 0
-        if self.sharded:
-            pending = head // 4 * self.passes.stream
-        second = 4 * self.sizes.table if self.sharded or one or self.accumulating else 0
-        return head, pending, second
 
 
 def frozen_fit(

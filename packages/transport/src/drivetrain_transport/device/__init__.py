@@ -7,10 +7,12 @@ from drivetrain_transport._errors import GroupBroken
 from drivetrain_transport.device._group import TensorGroup
 from drivetrain_transport.device._ipc import TensorExports, TensorHandle, import_tensor
 from drivetrain_transport.device._rendezvous import Rendezvous
+from drivetrain_transport.device._rounds import Round
 
 __all__ = [
     "GroupBroken",
     "Rendezvous",
+    "Round",
     "TensorExports",
     "TensorGroup",
     "TensorHandle",

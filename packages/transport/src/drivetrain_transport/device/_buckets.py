@@ -94,6 +94,8 @@ class Batch:
 
     def difference(self, header: bytes) -> str:
         """How the other side's list differs from this one; empty when it is the same."""
+        if any(header[_HEADER.size :]):
+            return "the other side moves no named list: all call the same operations in the same order"
         digest, count, size = _HEADER.unpack(header[: _HEADER.size])
         if digest == self.digest:
             return ""

@@ -35,8 +35,8 @@ def form(
     timeout: float,
 ) -> Formed:
     """One generation, connected at all members. Errors as `TensorGroup.form` says."""
-    if not torch.distributed.is_available():
-        raise RuntimeError("this torch was built without torch.distributed: install one that has it")
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        raise RuntimeError("this torch was built without torch.distributed, or without gloo: install one that has them")
     if device.type != "cpu" and not has_collectives():
         raise RuntimeError("the library for GPUs' collectives (NCCL, or RCCL) is not there: install torch with it")
     deadline = time.monotonic() + timeout
@@ -58,9 +58,8 @@ def form(
     except LinkFailed as error:
         what = f"connecting the members of {name!r}"
         # Number 0: whoever answers at all is not missing.
-        report = Report(
-            generation=seat.number, what=what, error=str(error), channel="connect", number=0, others=tuple(members)
-        )
+        expected = dict.fromkeys(members, ("connect", 0))
+        report = Report(generation=seat.number, what=what, error=str(error), expected=expected)
         ended = rendezvous.report(seat, report)
         rendezvous.leave(seat)
         raise GroupBroken(ended.why, missing=ended.missing) from None
@@ -84,12 +83,17 @@ def _connect(
     def over() -> str:
         return seat.ended.why if seat.ended else ""
 
-    if device.type != "cpu":
-        return NcclLink(rank, size, device=device, put=put, get=get, over=over, deadline=deadline)
     from drivetrain_transport.device._gloo import GlooLink  # a torch without torch.distributed has no gloo
 
     host = "127.0.0.1" if alone else _own_address(rendezvous.address)
-    return GlooLink(rank, size, put=put, get=get, host=host, deadline=deadline)
+    control = GlooLink(rank, size, put=put, get=get, host=host, deadline=deadline)
+    if device.type == "cpu":
+        return control
+    try:
+        return NcclLink(rank, size, device=device, control=control, put=put, get=get, over=over, deadline=deadline)
+    except BaseException:
+        control.abort()
+        raise
 
 
 def _own_address(rendezvous: str) -> str:

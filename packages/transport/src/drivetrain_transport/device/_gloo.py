@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
@@ -16,6 +17,8 @@ from drivetrain_transport.device._links import LinkFailed
 
 _CONNECT_S = 20.0
 _SLOTS = 1 << 30
+_END_S = 10.0
+_T = TypeVar("_T")
 
 
 class _Store(Store):
@@ -42,6 +45,9 @@ class GlooLink:
 
     A member that dies closes its connections: what others have under way with it fails at once. One that is stopped
     is noticed at the deadline. The threads and sockets are gone when `abort` or `close` returns.
+
+    Gloo waits where no signal reaches: a main thread that waits there sees Ctrl-C when the wait is over. So what waits
+    runs on a thread of the link's, and its caller waits for that thread.
     """
 
     def __init__(
@@ -58,8 +64,9 @@ class GlooLink:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=min(max(deadline - time.monotonic(), 0.001), _CONNECT_S))
-        self._begun: list[_GlooWork] = []
+        self._begun: set[_GlooWork] = set()
         self._gate = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "drivetrain-transport gloo")
         self._slots: dict[tuple[int, int], int] = {}
         self._rank = rank
         self._size = size
@@ -69,6 +76,10 @@ class GlooLink:
             raise LinkFailed(_first_line(error)) from None
         finally:
             del options  # it holds gloo's thread, and an error's traceback would hold it
+
+    @property
+    def control(self) -> GlooLink:
+        return self
 
     def broadcast(self, flat: torch.Tensor, root: int, deadline: float) -> _Relay:
         """Down a binomial tree: who has the tensor passes it on, so that no member sends it to all others.
@@ -92,8 +103,20 @@ class GlooLink:
     def together(self) -> Iterator[None]:
         yield
 
-    def finish(self, deadline: float) -> None:  # noqa: ARG002  # a join has waited
-        self._begun.clear()
+    def run(self, work: Callable[[], _T]) -> _T:
+        done = self._thread.submit(_without_grad, work)
+        try:
+            return done.result()
+        except BaseException:
+            if not done.done():  # it is not the work that raised
+                self.interrupt()
+                wait([done], _END_S)
+            raise
+        finally:
+            del done  # it holds the work's exception, and that one's traceback would hold it
+
+    def finish(self, deadline: float) -> None:
+        """A join has waited."""
 
     def interrupt(self) -> None:
         # Gloo has no way to break a wait off, but one wait that runs into its timeout breaks off all others.
@@ -104,22 +127,21 @@ class GlooLink:
                     self._group.recv_anysource([probe], _SLOTS).wait(timedelta(milliseconds=1))
 
     def abort(self) -> None:
-        for work in self._begun:
+        self.interrupt()
+        self.close()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        for work in list(self._begun):
             work.drop()  # each keeps the connections open
-        self._begun.clear()
         with self._gate:
             self._group = None
 
-    def close(self) -> None:
-        self.abort()
-
     def _begin(self, start: Callable[[], Any], flat: torch.Tensor, deadline: float) -> _GlooWork:
         try:
-            work = _GlooWork(start(), flat, deadline)
+            return _GlooWork(start(), flat, deadline, self._begun)
         except RuntimeError as error:
             raise LinkFailed(_first_line(error)) from None
-        self._begun.append(work)
-        return work
 
     def _send(self, flat: torch.Tensor, to: int, slot: int, deadline: float) -> _GlooWork:
         return self._begin(lambda: self._group.send([flat], to, slot), flat, deadline)
@@ -131,13 +153,16 @@ class GlooLink:
 
 
 class _GlooWork:
-    def __init__(self, work: Any, flat: torch.Tensor, deadline: float) -> None:
+    def __init__(self, work: Any, flat: torch.Tensor, deadline: float, begun: set[_GlooWork]) -> None:
         self._work = work
         self._flat = flat
         self._deadline = deadline
+        self._begun = begun
+        begun.add(self)
 
     def join(self) -> None:
-        work, self._work = self._work, None
+        work = self._work
+        self.drop()
         if work is None:
             return
         try:
@@ -149,6 +174,7 @@ class _GlooWork:
 
     def drop(self) -> None:
         self._work = None
+        self._begun.discard(self)
 
 
 class _Relay:
@@ -166,6 +192,11 @@ class _Relay:
             self._sent = self._pass_on()
         for work in self._sent:
             work.join()
+
+
+def _without_grad(work: Callable[[], _T]) -> _T:
+    with torch.no_grad():  # a mode is a thread's own
+        return work()
 
 
 def _tree(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from drivetrain_transport._errors import GroupBroken
-from drivetrain_transport._stats import ChannelStats, Counters
+from drivetrain_transport._stats import ChannelStats
 from drivetrain_transport.device._accelerator import device_of
-from drivetrain_transport.device._buckets import Batch, NamedTensors, as_bytes, checked
+from drivetrain_transport.device._buckets import Batch, NamedTensors, checked
 from drivetrain_transport.device._forming import Formed, form
-from drivetrain_transport.device._links import LinkFailed
-from drivetrain_transport.device._moving import Move, Refused, Staging, read, write
+from drivetrain_transport.device._links import Work
+from drivetrain_transport.device._moving import Staging, read, write
+from drivetrain_transport.device._pairs import unanimous
 from drivetrain_transport.device._rendezvous import Rendezvous
-from drivetrain_transport.device._words import Report
+from drivetrain_transport.device._rounds import Moves, Round, start
+from drivetrain_transport.device._session import Session
 
 _BUCKET_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}
 # On a CPU, copying into a bucket costs as much as sending does; on a GPU, a message costs as much as copying 50 MiB.
@@ -36,20 +34,22 @@ class TensorGroup:
         group.broadcast(weights, "trainer", timeout=60)        # at the trainer, and at each of the others
 
     A group does not outlive a member. When one dies, the others get `GroupBroken` from the operation under way, or
-    from their next one, and `broken` says so meanwhile; an operation that is not done after its timeout breaks the
-    group as well. Either way the error names who was missing, nothing hangs, and what the tensors being received hold
+    from their next one, and `broken` says so meanwhile: within half a second on one host, whatever they wait for. An
+    operation that is not done after its timeout breaks the group as well; who is asked where it is and says nothing
+    has 1.5 s more. Either way the error names who was missing, nothing hangs, and what the tensors being received hold
     is undefined. Close the group then, and form the next generation; a restarted process simply forms the group
-    anew, and that breaks the old generation of the others. Operations in which nothing is missing, but the
-    two sides' lists differ, break the group too: the sender cannot take back what it sent.
+    anew, and that breaks the old generation of the others. Named lists that differ break the group too: their sender
+    cannot take back what it sent. Ctrl-C, in whatever is waited for, is prompt, and breaks the group for all.
 
     Tensors of at least a bucket's size go from where they lie to where they lie. Smaller ones are packed into two
     buckets in turn, the only memory a group takes beside the library's own, so that packing, moving and unpacking
     overlap. On a GPU the host waits twice in an operation: for the comparison of the lists, and at the end.
 
     One thread uses a group at a time. What the members say to each other about the group goes through the
-    rendezvous and is encrypted if that has keys; the tensors are not, and gloo and NCCL let in whoever reaches their
-    ports while they connect. So members on one host connect over loopback (NCCL: over the interface that
-    NCCL_SOCKET_IFNAME names), and members on several need `trusted_network=True`.
+    rendezvous and is encrypted if that has keys; the tensors and their shapes are not, and gloo (between GPUs' members
+    as well) and NCCL let in whoever reaches their ports while they connect. So members on one host connect over
+    loopback (NCCL: over the interface that NCCL_SOCKET_IFNAME names), and members on several need
+    `trusted_network=True`.
     """
 
     def __init__(
@@ -59,17 +59,14 @@ class TensorGroup:
         """Use `form`."""
         self._members = tuple(members)
         self._me = me
-        self._seat, self._link = formed
+        self._link = formed.link
         self._rendezvous = rendezvous
         self._name = name
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._owned = owned
         self._staging = Staging(device)
-        self._counters = Counters()
-        self._busy = threading.Lock()
-        self._closed = False
-        self._released = False
+        self._session = Session(members, me, formed, rendezvous, name=name, staging=self._staging)
 
     @classmethod
     def form(
@@ -141,17 +138,18 @@ class TensorGroup:
     @property
     def generation(self) -> int:
         """Counts the groups formed at the rendezvous; the same number at all members."""
-        return self._seat.number
+        return self._session.seat.number
 
     @property
     def broken(self) -> str:
         """Why the group cannot be used any more; empty while it can. Becomes true as soon as a member is lost."""
-        return self._seat.ended.why if self._seat.ended else ""
+        ended = self._session.seat.ended
+        return ended.why if ended else ""
 
     @property
     def stats(self) -> ChannelStats:
         """A message is an operation, at each member that takes part; waits are those of the host."""
-        return self._counters.snapshot(f"{self._name} {self.generation} of {self._me}")
+        return self._session.counters.snapshot(f"{self._name} {self.generation} of {self._me}")
 
     def broadcast(self, tensors: NamedTensors, source: str, *, timeout: float) -> None:
         """Copy `source`'s tensors to all other members' tensors. Every member calls it, with the same list.
@@ -169,88 +167,94 @@ class TensorGroup:
         """
         root = self._rank(source)
         batch = self._batch(tensors, written=source != self._me)
-        with self._operation("broadcast", f"broadcast from {source}", self._members, timeout) as deadline:
-            if source == self._me:
-                write(batch, lambda flat: self._link.broadcast(flat, root, deadline), self._staging)
-                self._counters.sent(batch.bytes)
-            else:
-                self._read(batch, lambda flat: self._link.broadcast(flat, root, deadline), deadline)
-                self._counters.received(batch.bytes)
-            self._link.finish(deadline)
+        everybody = dict.fromkeys(self._members, "broadcast")
+        self._move(
+            f"broadcast from {source}", everybody, timeout, batch,
+            lambda flat, deadline: self._link.broadcast(flat, root, deadline), out=source == self._me,
+        )  # fmt: skip
 
     def send(self, tensors: NamedTensors, to: str, *, timeout: float) -> None:
         """Copy tensors to another member, who calls `receive` with the same list. Arguments, errors: `broadcast`."""
         rank = self._rank(to, other=True)
         batch = self._batch(tensors, written=False)
-        with self._operation(f"{self._me} > {to}", f"send to {to}", (to,), timeout) as deadline:
-            write(batch, lambda flat: self._link.send(flat, rank, deadline), self._staging)
-            self._link.finish(deadline)
-            self._counters.sent(batch.bytes)
+        self._move(
+            f"send to {to}", {to: f"{self._me} > {to}"}, timeout, batch,
+            lambda flat, deadline: self._link.send(flat, rank, deadline), out=True,
+        )  # fmt: skip
 
     def receive(self, tensors: NamedTensors, from_: str, *, timeout: float) -> None:
         """Fill tensors with those that another member sends. Arguments and errors as for `broadcast`."""
         rank = self._rank(from_, other=True)
         batch = self._batch(tensors, written=True)
-        with self._operation(f"{from_} > {self._me}", f"receive from {from_}", (from_,), timeout) as deadline:
-            self._read(batch, lambda flat: self._link.receive(flat, rank, deadline), deadline)
-            self._link.finish(deadline)
-            self._counters.received(batch.bytes)
+        self._move(
+            f"receive from {from_}", {from_: f"{from_} > {self._me}"}, timeout, batch,
+            lambda flat, deadline: self._link.receive(flat, rank, deadline), out=False,
+        )  # fmt: skip
+
+    def start(
+        self,
+        sends: Sequence[tuple[str, torch.Tensor]],
+        receives: Sequence[tuple[str, torch.Tensor]],
+        *,
+        timeout: float,
+    ) -> Round:
+        """Start sending and receiving single tensors, in whatever order the others do; `wait` of the result ends it.
+
+        Any number of rounds may be in flight, so that one is packed and another one unpacked while a third moves:
+
+            this = group.start(sends, receives, timeout=60)
+            fill(other_buffers)
+            this.wait()
+
+        Between two members, the tensors that one sends are those that the other receives: as many, in the same order,
+        of the same dtypes and shapes. They tell each other first, so this waits until the members with whom something
+        moves come to their `start` as well. Rounds between two members meet in the order in which each starts them.
+
+        Args:
+            sends: To whom, and the tensor: contiguous, on the group's device. It stays as it is until `wait` returns.
+            receives: From whom, and the tensor that is filled.
+            timeout: Seconds until all must be through, `wait` included; after that the group is broken.
+
+        Raises:
+            ValueError: The two sides of a pair of members differ; both get it, and it names the other member, the
+                tensor's place in the list, and dtype and shape on both sides. Nothing moved between these two, what
+                the others sent and were sent is through, and the group is as it was. Or a tensor cannot be moved.
+            GroupBroken, RuntimeError: As for `broadcast`.
+        """
+        return self._start("exchange with {}", sends, receives, timeout)
 
     def exchange(
         self,
-        sends: Sequence[tuple[torch.Tensor, str]],
-        receives: Sequence[tuple[torch.Tensor, str]],
+        sends: Sequence[tuple[str, torch.Tensor]],
+        receives: Sequence[tuple[str, torch.Tensor]],
         *,
         timeout: float,
     ) -> None:
-        """Send and receive single tensors all at once, in whatever order the others do: nobody waits for a turn.
-
-        All members call it, also one that has nothing to move. Between two members, the tensors that one sends are
-        those that the other receives, in the same order and of the same sizes. Nothing compares them: of a tensor that
-        is too large a part stays unwritten, and one that is too small ends the process, in gloo. All must be
-        contiguous. Errors as for `broadcast`.
-        """
-        out = [(self._flat(tensor, written=False), to) for tensor, to in sends if tensor.numel()]
-        into = [(self._flat(tensor, written=True), source) for tensor, source in receives if tensor.numel()]
-        peers = {name: self._rank(name, other=True) for _, name in [*out, *into]}
-        others = tuple(name for name in self._members if name in peers)
-        with self._operation("exchange", f"exchange with {', '.join(others) or 'nobody'}", others, timeout) as deadline:
-            with self._link.together():
-                begun = [self._link.receive(flat, peers[name], deadline) for flat, name in into]
-                begun += [self._link.send(flat, peers[name], deadline) for flat, name in out]
-            for work in begun:
-                work.join()
-            self._link.finish(deadline)
-            self._counters.sent(sum(flat.nbytes for flat, _ in out))
-            self._counters.received(sum(flat.nbytes for flat, _ in into))
+        """`start`, and wait: send and receive single tensors all at once. Nobody waits for a turn."""
+        self.start(sends, receives, timeout=timeout).wait()
 
     def sender(self, *, timeout: float) -> Callable[[torch.Tensor, str], None]:
         """`send(tensor, to)` for one contiguous tensor, as code that moves single tensors takes it.
 
-        Each call waits until the tensor may be changed, up to `timeout` seconds. Pairs with `receiver`; as for
-        `exchange`, nothing compares the two sides' tensors. Errors as for `broadcast`.
+        Each call waits until the tensor may be changed, up to `timeout` seconds. Pairs with `receiver`; errors as for
+        `start`.
         """
-
-        def send(tensor: torch.Tensor, to: str) -> None:
-            flat, rank = self._flat(tensor, written=False), self._rank(to, other=True)
-            with self._operation(f"{self._me} > {to}", f"send to {to}", (to,), timeout) as deadline:
-                self._link.send(flat, rank, deadline).join()
-                self._link.finish(deadline)
-                self._counters.sent(flat.nbytes)
-
-        return send
+        return lambda tensor, to: self._start("send to {}", [(to, tensor)], [], timeout).wait()
 
     def receiver(self, *, timeout: float) -> Callable[[torch.Tensor, str], None]:
         """`receive(tensor, source)`: fills one contiguous tensor. See `sender`."""
+        return lambda tensor, source: self._start("receive from {}", [], [(source, tensor)], timeout).wait()
 
-        def receive(tensor: torch.Tensor, source: str) -> None:
-            flat, rank = self._flat(tensor, written=True), self._rank(source, other=True)
-            with self._operation(f"{source} > {self._me}", f"receive from {source}", (source,), timeout) as deadline:
-                self._link.receive(flat, rank, deadline).join()
-                self._link.finish(deadline)
-                self._counters.received(flat.nbytes)
+    def agree(self, ok: bool, *, timeout: float) -> bool:
+        """Whether all members say that it is ok, the same answer at all of them. Every member calls it.
 
-        return receive
+        Raises:
+            GroupBroken, RuntimeError: As for `broadcast`.
+        """
+        control, rank = self._link.control, self._rank(self._me)
+        with self._session.whole("agree", dict.fromkeys(self._members, "agree"), timeout) as operation:
+            deadline = operation.deadline
+            return control.run(lambda: unanimous(ok, rank, self._members, control, deadline))
 
     def close(self) -> None:
         """Leave the group, which ends it for the others, and give its connections, threads and memory back.
@@ -258,12 +262,7 @@ class TensorGroup:
         Waits up to five seconds for members who still need what this one sent; a broken group closes at once.
         Idempotent.
         """
-        if self._closed:
-            return
-        self._closed = True
-        orderly = self._seat.ended is None
-        self._rendezvous.leave(self._seat)
-        self._release(orderly=orderly)
+        self._session.close()
         if self._owned:
             self._rendezvous.close()
 
@@ -275,73 +274,53 @@ class TensorGroup:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _operation(self, channel: str, what: str, others: tuple[str, ...], timeout: float) -> Iterator[float]:
-        """Counts the operation, so that others can be told where this member is, and turns failure into its name."""
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(f"{what}: another thread uses the group: let its operation end, or form a second group")
-        try:
-            if self._closed:
-                raise RuntimeError(f"{what}: the group is closed: form the next one")
-            if self._seat.ended is not None:
-                self._release(orderly=False)
-                raise self._gone(what)
-            number = self._seat.entered.get(channel, 0) + 1
-            self._seat.now = f"{what} (number {number})"
-            self._seat.entered[channel] = number
-            start = time.monotonic()
-            try:
-                with torch.no_grad():
-                    yield start + timeout
-            except (LinkFailed, Refused) as error:
-                asked = channel if isinstance(error, LinkFailed) else ""
-                self._fail(f"{what} (timeout {timeout:g} s)", str(error), asked, number, others)
-                raise self._gone(what) from None
-            except BaseException as error:
-                self._fail(what, f"it was interrupted by {type(error).__name__}: {error}", "", number, others)
-                raise
-            self._seat.finished[channel] = number
-            self._seat.now = ""
-            self._counters.waited(time.monotonic() - start)
-        finally:
-            self._busy.release()
+    def _move(
+        self, what: str, channels: Mapping[str, str], timeout: float, batch: Batch,
+        move: Callable[[torch.Tensor, float], Work], *, out: bool,
+    ) -> None:  # fmt: skip
+        """A named list, in or out."""
+        with self._session.whole(what, channels, timeout) as operation:
+            deadline = operation.deadline
+            if out:
+                self._link.run(lambda: write(batch, lambda flat: move(flat, deadline), self._staging))
+            else:
+                self._link.run(
+                    lambda: read(
+                        batch, lambda flat: move(flat, deadline), self._staging, lambda: self._link.finish(deadline)
+                    )
+                )
+            self._link.finish(deadline)
+        (self._session.counters.sent if out else self._session.counters.received)(batch.bytes)
 
-    def _fail(self, what: str, error: str, channel: str, number: int, others: tuple[str, ...]) -> None:
-        report = Report(
-            generation=self._seat.number, what=what, error=error, channel=channel, number=number, others=others
+    def _start(
+        self, what: str,
+        sends: Sequence[tuple[str, torch.Tensor]], receives: Sequence[tuple[str, torch.Tensor]], timeout: float,
+    ) -> Round:  # fmt: skip
+        moves = Moves(
+            [(to, self._single(tensor, written=False)) for to, tensor in sends],
+            [(source, self._single(tensor, written=True)) for source, tensor in receives],
         )
-        self._rendezvous.report(self._seat, report)
-        self._release(orderly=False)
-
-    def _gone(self, what: str) -> GroupBroken:
-        assert self._seat.ended is not None
-        return GroupBroken(
-            f"group {self._name!r} (generation {self.generation}) is broken, {self._me} was to {what}: "
-            f"{self._seat.ended.why}",
-            missing=[name for name in self._members if name in self._seat.ended.missing],
-        )
-
-    def _release(self, *, orderly: bool) -> None:
-        if self._released:
-            return
-        self._released = True
-        if orderly:
-            self._link.close()
-        else:
-            self._link.abort()
-        self._staging.drop()
+        with_whom = {name for name, _ in [*sends, *receives]}
+        for name in with_whom:
+            self._rank(name, other=True)
+        others = [name for name in self._members if name in with_whom]
+        channels = {name: " and ".join(sorted((self._me, name))) for name in others}
+        what = what.format(", ".join(others) or "nobody")
+        with self._session.begun(what, channels, timeout) as operation:
+            begun, misfits = start(self._session, moves, self._members, operation)
+        if misfits:
+            begun.wait()
+            raise ValueError(f"{self._me} was to {what}, and both sides must pass the same: {'; '.join(misfits)}")
+        return begun
 
     def _batch(self, tensors: NamedTensors, *, written: bool) -> Batch:
         return Batch(tensors, device=self._device, bucket_bytes=self._bucket_bytes, written=written)
 
-    def _flat(self, tensor: torch.Tensor, *, written: bool) -> torch.Tensor:
+    def _single(self, tensor: torch.Tensor, *, written: bool) -> torch.Tensor:
         tensor = checked("the tensor", tensor, self._device, sys.maxsize, written)
         if not tensor.is_contiguous():
             raise ValueError(f"the tensor of shape {tuple(tensor.shape)} is not contiguous: pass a contiguous one")
-        return as_bytes(tensor)
-
-    def _read(self, batch: Batch, move: Move, deadline: float) -> None:
-        read(batch, move, self._staging, lambda: self._link.finish(deadline))
+        return tensor
 
     def _rank(self, name: str, *, other: bool = False) -> int:
         if name not in self._members:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 
 class LinkFailed(Exception):
@@ -13,7 +16,7 @@ class LinkFailed(Exception):
 
 
 class Work(Protocol):
-    """A transfer that was begun. It keeps its tensor alive."""
+    """A transfer that was begun. It and its tensor are kept until it is joined, or the link is given back."""
 
     def join(self) -> None:
         """What the caller does next with the tensor comes after the transfer: on the host, or in the current stream.
@@ -24,11 +27,15 @@ class Work(Protocol):
 
 
 class Link(Protocol):
-    """Moves flat tensors of bytes between the members, who are known by rank. All calls are made by one thread.
+    """Moves flat tensors of bytes between the members, who are known by rank. One call is made at a time.
 
-    Transfers between two members arrive in the order in which both sides begin them. `deadline` is one of
-    `time.monotonic()`.
+    Transfers between two members arrive in the order in which both sides begin them, and joining waits, so it is done
+    in `run`. `deadline` is one of `time.monotonic()`.
     """
+
+    @property
+    def control(self) -> Link:
+        """Moves what the host reads, in CPU memory, without a turn on a GPU's stream. May be the link itself."""
 
     def broadcast(self, flat: torch.Tensor, root: int, deadline: float) -> Work: ...
 
@@ -38,6 +45,11 @@ class Link(Protocol):
 
     def together(self) -> AbstractContextManager[None]:
         """Transfers begun inside it go on at once, in whatever order the members begin theirs."""
+
+    def run(self, work: Callable[[], _T]) -> _T:
+        """Call what begins transfers and waits for them. An exception raised in the caller's thread by a signal's
+        handler, as KeyboardInterrupt is, ends the wait at once; only `abort` may follow.
+        """
 
     def finish(self, deadline: float) -> None:
         """Wait on the host until all that was begun and joined is done. Raises LinkFailed."""

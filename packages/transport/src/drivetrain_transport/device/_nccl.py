@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 from drivetrain_transport.device._accelerator import collectives, on, stream_pointer
-from drivetrain_transport.device._links import LinkFailed
+from drivetrain_transport.device._links import Link, LinkFailed
 
+_T = TypeVar("_T")
 _SUCCESS, _IN_PROGRESS = 0, 7
 _BYTES = 1  # ncclUint8
 _UNSET = -(1 << 31)
@@ -93,6 +95,7 @@ class NcclLink:
         size: int,
         *,
         device: torch.device,
+        control: Link,
         put: Callable[[str, bytes], None],
         get: Callable[[str], bytes],
         over: Callable[[], str],
@@ -100,8 +103,10 @@ class NcclLink:
     ) -> None:
         self._library = library = _Library()
         self._device = device
+        self.control = control
         self._over = over
         self._comm = ctypes.c_void_p()
+        self._begun: set[_NcclWork] = set()
         self._grouped: list[_NcclWork] | None = None
         self._stream = torch.Stream(device=device)
         identity = _Id()
@@ -144,9 +149,9 @@ class NcclLink:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        self._library.check(self._library.group_start(), "ncclGroupStart")
         self._grouped = []
-        try:
+        try:  # whatever interrupts this thread, its next call to the library is not one of this group
+            self._library.check(self._library.group_start(), "ncclGroupStart")
             yield
         finally:
             begun, self._grouped = self._grouped, None
@@ -157,19 +162,25 @@ class NcclLink:
         for work in begun:
             work.event = event
 
+    def run(self, work: Callable[[], _T]) -> _T:
+        return work()  # all waits are slept through in short turns
+
     def finish(self, deadline: float) -> None:
         event = torch.accelerator.current_stream(self._device).record_event()
         self._wait(event.query, deadline, "the transfer")
 
     def interrupt(self) -> None:
-        """What waits asks `over` itself."""
+        self.control.interrupt()  # what waits here asks `over` itself
 
     def abort(self) -> None:
+        self.control.abort()
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             self._bounded(lambda: self._library.abort(comm), "ncclCommAbort")
+        self._begun.clear()
 
     def close(self) -> None:
+        self.control.close()
         if not self._comm:
             return
         try:
@@ -183,7 +194,7 @@ class NcclLink:
 
     def _begin(self, start: Callable[[], int], flat: torch.Tensor, deadline: float, what: str) -> _NcclWork:
         self._stream.wait_event(torch.accelerator.current_stream(self._device).record_event())
-        work = _NcclWork(flat, self._device, deadline)
+        work = _NcclWork(flat, self._device, deadline, self._begun)
         self._library.check(start(), what)
         if self._grouped is not None:
             self._grouped.append(work)
@@ -229,13 +240,16 @@ class NcclLink:
 
 
 class _NcclWork:
-    def __init__(self, flat: torch.Tensor, device: torch.device, deadline: float) -> None:
+    def __init__(self, flat: torch.Tensor, device: torch.device, deadline: float, begun: set[_NcclWork]) -> None:
         self.deadline = deadline
         self.event: torch.Event | None = None
         self._flat = flat
         self._device = device
+        self._begun = begun
+        begun.add(self)
 
     def join(self) -> None:
         if self.event is None:
             raise RuntimeError("a transfer of a group is joined after the group")
+        self._begun.discard(self)
         torch.accelerator.current_stream(self._device).wait_event(self.event)

@@ -73,10 +73,10 @@ class Rendezvous:
             group = TensorGroup.form(["server", "trainer"], "trainer", meeting, timeout=60)
 
     It is an `Endpoint`: bound to loopback by default, and elsewhere only with keys, which encrypt it and let nobody
-    else in. Through the same connections each member learns that another died: within a second on one host, within
-    the liveness elsewhere, whether or not an operation was under way. When the host dies, every group formed through
-    it is broken by name, and its members join the next host. A member that dies while others wait for it frees its
-    seat, and its successor takes it.
+    else in. Through the same connections each member learns that another died: within half a second on one host,
+    within the liveness elsewhere, whether or not an operation was under way. When the host dies, every group formed
+    through it is broken by name, and its members join the next host. A member that dies while others wait for it frees
+    its seat, and its successor takes it.
     """
 
     def __init__(self, address: str, *, keys: Keys | None, timeout: float, host: Endpoint | None) -> None:

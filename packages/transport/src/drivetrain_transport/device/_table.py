@@ -9,8 +9,9 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from drivetrain_transport._endpoints.peer import Peer
 from drivetrain_transport._errors import PeerLost, RemoteError
@@ -31,10 +32,14 @@ from drivetrain_transport.device._words import (
     Where,
 )
 
-_ANSWER_S = 1.5  # for a living process to say where it is; a dead one on this host is noticed within a second
+_ANSWER_S = 1.5  # for a living process to say where it is
+_AGAIN_S = 0.1  # a dead one's broken connection is noticed when something is sent to it, by the endpoint once a second
+_WATCH_S, _PROBED_S = 0.25, 1.0
+_WATCHES_PER_S = 2000  # of all members together
 _DRAIN_S = 5.0
 _FOREVER_S = 1e8
 _REMEMBERED = 64
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +62,8 @@ class _Generation:
     left: set[str] = field(default_factory=set)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     attending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    judging: int = 0
+    """Reports for which members are being asked where they are."""
     ended: Ended | None = None
 
     def member(self, peer: Peer) -> str:
@@ -76,7 +83,7 @@ class Table:
         self._departed: dict[tuple[str, str], tuple[str, float]] = {}
         self._live: dict[int, _Generation] = {}
         self._past: dict[int, Ended] = {}  # the last few, for members who ask late
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._numbers = itertools.count(1)
 
     async def handle(self, peer: Peer, request: Any) -> Any:
@@ -157,12 +164,23 @@ class Table:
 
     async def _attend(self, generation: _Generation, name: str, peer: Peer) -> None:
         why = f"{name} ended its part"
+        watching = self._start(self._watch(generation, peer))
         try:
             await peer.call_async(Attend(generation.number), timeout=_FOREVER_S)
         except (PeerLost, RemoteError) as error:
             why = f"{name} is gone: {error}"
+        finally:
+            watching.cancel()
         if name not in generation.left:
             self._end(generation, why, missing=(name,))
+
+    async def _watch(self, generation: _Generation, peer: Peer) -> None:
+        """Notice a member's death while nobody asks for it. One that does not answer is left in peace, by and by."""
+        pause = 0.0
+        while True:
+            pause = max(pause, _WATCH_S, len(self._tasks) / _WATCHES_PER_S)
+            await asyncio.sleep(pause)
+            pause = 0.0 if await self._touch(generation, peer) else min(2 * pause, _PROBED_S)
 
     async def _ready(self, peer: Peer, request: Ready) -> Done | Ended:
         generation = self._of(request.generation, peer)
@@ -185,17 +203,21 @@ class Table:
         if isinstance(generation, Ended):
             return generation
         me = generation.member(peer)
-        found: dict[str, str] = {}
-        if request.channel:
-            others = [name for name in request.others if name in generation.peers and name != me]
-            asked = await asyncio.gather(*(self._ask(generation, name) for name in others))
+        judging = asyncio.ensure_future(self._find(generation, request, me))
+        ending = asyncio.ensure_future(self._until(generation, lambda: False))
+        try:
+            await asyncio.wait((judging, ending), return_when=asyncio.FIRST_COMPLETED)
+            if generation.ended is None and request.expected and not judging.result():
+                # A link that fails at one member fails at others too, and who was missing is known to the first.
+                await asyncio.wait((ending,), timeout=_AGAIN_S)
+                while generation.judging and generation.ended is None:
+                    await asyncio.wait((ending,), timeout=_AGAIN_S)
             if generation.ended is not None:
                 return generation.ended
-            for name, position in zip(others, asked, strict=True):
-                if isinstance(position, str):
-                    found[name] = position
-                elif position.entered.get(request.channel, 0) < request.number:
-                    found[name] = f"did not arrive, it is in {position.now or 'no operation'}"
+            found = judging.result()
+        finally:
+            judging.cancel()
+            ending.cancel()
         missing = [name for name in generation.peers if name in found]
         known = "; ".join(f"{name} {found[name]}" for name in missing) or request.error
         why = f"{request.what} at {me} failed: {known}"
@@ -203,15 +225,45 @@ class Table:
             why += f" ({request.error})"
         return self._end(generation, why, missing=missing)
 
-    async def _ask(self, generation: _Generation, name: str) -> Position | str:
+    async def _find(self, generation: _Generation, request: Report, me: str) -> dict[str, str]:
+        """Who was not where an operation expected them, and what they do instead."""
+        found = {}
+        others = [name for name in request.expected if name in generation.peers and name != me]
+        generation.judging += 1
         try:
-            position = await generation.peers[name].call_async(Where(generation.number), timeout=_ANSWER_S)
+            asked = await asyncio.gather(*(self._ask(generation, name) for name in others))
+        finally:
+            generation.judging -= 1
+        for name, position in zip(others, asked, strict=True):
+            channel, number = request.expected[name]
+            if isinstance(position, str):
+                found[name] = position
+            elif position.entered.get(channel, 0) < number:
+                found[name] = f"did not arrive, it is in {position.now or 'no operation'}"
+        return found
+
+    async def _ask(self, generation: _Generation, name: str) -> Position | str:
+        peer = generation.peers[name]
+        asked = asyncio.ensure_future(peer.call_async(Where(generation.number), timeout=_ANSWER_S))
+        try:
+            while not (await asyncio.wait((asked,), timeout=_AGAIN_S))[0]:
+                self._start(self._touch(generation, peer))
+            position = asked.result()
         except TimeoutError:
             return f"says nothing for {_ANSWER_S:g} s: it is stopped, or holds its interpreter"
         except (PeerLost, RemoteError) as error:
             return f"is gone: {error}"
+        finally:
+            asked.cancel()
         assert isinstance(position, Position)
         return position
+
+    async def _touch(self, generation: _Generation, peer: Peer) -> bool:
+        """Send a member something, and take it back: by that a connection is noticed that its process's death broke."""
+        with suppress(TimeoutError, PeerLost, RemoteError):
+            await peer.call_async(Where(generation.number), timeout=_AGAIN_S)
+            return True
+        return False
 
     async def _leave(self, peer: Peer, request: Leave) -> Done:
         generation = self._live.get(request.generation)
@@ -264,7 +316,7 @@ class Table:
         async with generation.changed:
             generation.changed.notify_all()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

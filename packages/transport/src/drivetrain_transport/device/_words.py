@@ -64,10 +64,9 @@ class Report(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     generation: int
     what: str
     error: str
-    channel: str
-    """Empty when it is known whose fault it was, and nobody need be asked."""
-    number: int
-    others: tuple[str, ...]
+    expected: dict[str, tuple[str, int]]
+    """Who took part, and which operation each must have come to: its channel and number. Empty when it is known whose
+    fault it was, and nobody need be asked."""
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -112,5 +111,5 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 PROTOCOL = Protocol(
     requests=Join | Put | Get | Ready | Report | Leave | Attend | Where | Ended,
     replies=Roster | Absent | Value | Done | Position | Ended,
-    version="tensor-groups 1",
+    version="tensor-groups 2",
 )
