@@ -155,4 +155,5 @@ def member(address: str, device: str, names: str, actions: str, me: str) -> None
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
     member(*sys.argv[1:])
