@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from drivetrain_rollout import Completion, EngineConfig, GenerateRequest, SamplingParams, WeightUpdate
-from drivetrain_rollout.remote import PROTOCOL, RemoteEngine
+from drivetrain_rollout.remote import RemoteEngine
 from drivetrain_rollout.testing import (
     CONTRACT,
     Subject,
@@ -22,26 +22,12 @@ from drivetrain_rollout.testing import (
 )
 from drivetrain_rollout.transformers import TransformersEngine, processed_logprobs
 from drivetrain_rollout.vllm import OWNED_ARGUMENTS, _arguments, sampled_logprobs
-from drivetrain_transport import Endpoint, Peer
+from drivetrain_transport import Peer
+from engines import vllm_worker
 from transformers import AutoModelForCausalLM
 
 DEADLINE = 120.0
 MAX_MODEL_LEN = 256
-
-WORKER = """
-import sys
-from drivetrain_rollout.remote import serve
-from drivetrain_rollout.testing import sha256_digest
-
-
-def factory(config):
-    from drivetrain_rollout.vllm import VLLMEngine
-
-    return VLLMEngine(config, digest=sha256_digest)
-
-
-serve(sys.argv[1], factory=factory, name="vllm")
-"""
 
 
 def run(awaitable: Awaitable):
@@ -83,15 +69,8 @@ def worst(found: list[Completion], expected: list[list[float]]) -> float:
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[Peer]:
-    with Endpoint.bind(protocol=PROTOCOL) as endpoint:
-        process = subprocess.Popen([sys.executable, "-c", WORKER, endpoint.address])
-        try:
-            yield endpoint.wait_for_peer(DEADLINE)
-            endpoint.close()
-            assert process.wait(DEADLINE) == 0, "the worker did not end cleanly"
-        finally:
-            process.kill()
-            process.wait(DEADLINE)
+    with vllm_worker("drivetrain_rollout.testing:sha256_digest") as peer:
+        yield peer
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

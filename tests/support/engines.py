@@ -26,15 +26,16 @@ PROMPTS = [tuple(1 + (i * k) % 40 for k in range(1, 3 + i)) for i in range(6)]
 T = TypeVar("T")
 
 _WORKER = """
+import importlib
 import sys
 from drivetrain_rollout.remote import serve
 
 
 def factory(config):
     from drivetrain_rollout.vllm import VLLMEngine
-    from drivetrain_sharding import digest
 
-    return VLLMEngine(config, digest=digest)
+    module, function = sys.argv[2].split(":")
+    return VLLMEngine(config, digest=getattr(importlib.import_module(module), function))
 
 
 serve(sys.argv[1], factory=factory, name="vllm")
@@ -42,10 +43,10 @@ serve(sys.argv[1], factory=factory, name="vllm")
 
 
 @contextmanager
-def vllm_worker() -> Iterator[Peer]:
-    """A process in which a `RemoteEngine` makes vLLM engines, one after another."""
+def vllm_worker(digest_function: str = "drivetrain_sharding:digest") -> Iterator[Peer]:
+    """A process in which a `RemoteEngine` makes vLLM engines, one after another, that check updates by this digest."""
     with Endpoint.bind(protocol=PROTOCOL) as endpoint:
-        process = subprocess.Popen([sys.executable, "-c", _WORKER, endpoint.address])
+        process = subprocess.Popen([sys.executable, "-c", _WORKER, endpoint.address, digest_function])
         try:
             yield endpoint.wait_for_peer(DEADLINE)
             endpoint.close()

@@ -154,10 +154,10 @@ class SharedWriter:
             self._opened = None  # lets go of the memory that was offered before
             self._opened, self._offer = _Opened(message), message
         opened = self._opened
-        opened.pull.prepare(opened.source, parameters)
+        copy = opened.pull.prepare(opened.source, parameters)
 
         def write() -> str:
-            opened.pull.run(opened.source, parameters)
+            copy()
             return opened.digest.combine({0: opened.digest.hashes(0, parameters)}).hex
 
         return write

@@ -216,23 +216,26 @@ class Pull:
         received = itertools.chain.from_iterable(plan.receives(target_rank))
         self._reader = Reader(plan, target_rank, (*plan.copies(target_rank), *received))
 
-    def prepare(self, sources: Callable[[int], Parameters], parameters: Parameters) -> None:
+    def prepare(self, sources: Callable[[int], Parameters], parameters: Parameters) -> Callable[[], None]:
         """Check that all can be read and written. Nothing is changed.
 
         Args:
             sources: gives the parameters of a source rank, as they lie there.
             parameters: this target rank's.
 
+        Returns:
+            what fills the parameters; on a GPU it does not wait. Call it before anything else is prepared.
+
         Raises:
             ValueError: parameters are missing, unknown or of another shape or dtype than in the layouts.
         """
         if problems := self._reader.prepare(sources, parameters):
             raise ValueError(f"the update cannot be read: {'; '.join(problems)}")
+        return self._reader.run
 
     def run(self, sources: Callable[[int], Parameters], parameters: Parameters) -> None:
-        """Fill the parameters; `prepare` first where that was not done for these. On a GPU it does not wait."""
-        self.prepare(sources, parameters)
-        self._reader.run()
+        """`prepare`, and what that returns."""
+        self.prepare(sources, parameters)()
 
 
 def pull(plan: Plan, target_rank: int, sources: Callable[[int], Parameters], parameters: Parameters) -> None:
