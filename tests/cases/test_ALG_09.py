@@ -7,7 +7,7 @@ import torch
 from drivetrain_algorithms import aggregate, loss_denominator, sft_loss
 from drivetrain_learner import PackedBatch, PolicyModel
 from drivetrain_ppo.batch import make_batch
-from drivetrain_rollout import Completion, FinishReason, Rollout
+from drivetrain_rollout import Completion, FinishReason, Rollout, VersionSpan
 
 END = PAD = 2
 PROMPT = (1, END, 4)  # as in a chat template, whose turns end with the id that ends a response
@@ -22,8 +22,7 @@ def rollout(index: int) -> Rollout:
         response_token_ids=response,
         rollout_logprobs=(-0.5,) * len(response),
         finish_reason=finish_reason,
-        min_policy_version=0,
-        max_policy_version=0,
+        version_spans=(VersionSpan(0, len(response)),),
     )
     return Rollout(sample_id=index, group_id=0, turns=(turn,), score=1.0)
 

@@ -2,7 +2,7 @@
 
 import torch
 from drivetrain_ppo.batch import make_batch, minibatches
-from drivetrain_rollout import Completion, Rollout
+from drivetrain_rollout import Completion, Rollout, VersionSpan
 
 
 def rollout(index: int, prompt: list[int], response: list[int]) -> Rollout:
@@ -12,8 +12,7 @@ def rollout(index: int, prompt: list[int], response: list[int]) -> Rollout:
         response_token_ids=tuple(response),
         rollout_logprobs=tuple(-(index + 1) - position / 10 for position in range(len(response))),
         finish_reason="stop",
-        min_policy_version=0,
-        max_policy_version=0,
+        version_spans=(VersionSpan(0, len(response)),),
     )
     return Rollout(sample_id=index, group_id=index, turns=(turn,), score=float(index))
 

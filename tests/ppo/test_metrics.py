@@ -14,7 +14,7 @@ from drivetrain_ppo.metrics import (
 )
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.weights import Push
-from drivetrain_rollout import Completion, Rollout
+from drivetrain_rollout import Completion, Rollout, VersionSpan
 
 
 def one_rollout(*reported: float) -> Batch:
@@ -24,8 +24,7 @@ def one_rollout(*reported: float) -> Batch:
         response_token_ids=tuple(range(3, 3 + len(reported))),
         rollout_logprobs=reported,
         finish_reason="length",
-        min_policy_version=0,
-        max_policy_version=0,
+        version_spans=(VersionSpan(0, len(reported)),),
     )
     return make_batch([Rollout(sample_id=0, group_id=0, turns=(turn,), score=1.0)], rank=0, size=1, device="cpu")
 

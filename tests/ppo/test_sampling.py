@@ -15,10 +15,13 @@ from drivetrain_rewards import RewardRequest, Rewards, Score, ScoreFailure
 from drivetrain_rollout import (
     Completion,
     EngineInfo,
+    EngineMetrics,
     GenerateRequest,
+    PauseMode,
     RequestError,
     Rollout,
     RolloutEngine,
+    VersionSpan,
     WeightsState,
     WeightUpdate,
     WeightWrite,
@@ -65,8 +68,7 @@ class FakeEngine(RolloutEngine):
             response_token_ids=(first,),
             rollout_logprobs=(-1.0,),
             finish_reason="stop",
-            min_policy_version=3,
-            max_policy_version=3,
+            version_spans=(VersionSpan(3, 1),),
         )
 
     async def update_weights(self, update: WeightUpdate) -> WeightsState:
@@ -79,6 +81,11 @@ class FakeEngine(RolloutEngine):
         self.log.append(("write", write.policy_version, write.message))
         self._state = WeightsState(policy_version=write.policy_version, digest=write.digest, status="ready")
         return self._state
+
+    async def pause(self, mode: PauseMode = "wait") -> None: ...
+    async def resume(self) -> None: ...
+    async def metrics(self) -> EngineMetrics:
+        raise AssertionError("not asked for")
 
     async def sleep(self, level: int = 1) -> None: ...
     async def wake(self) -> None: ...

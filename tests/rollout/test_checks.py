@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from drivetrain_rollout import GenerateRequest, RequestError, SamplingParams, WeightsRefused
+from drivetrain_rollout import GenerateRequest, RequestError, SamplingParams, VersionSpan, WeightsRefused
 from drivetrain_rollout._checks import Manifest, completion
 
 REQUEST = GenerateRequest(request_id="r7", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=3))
@@ -16,7 +16,13 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def answer(token_ids: list[int], logprobs: list[float | None] | None, finish_reason: str = "stop"):
-    return completion(REQUEST, token_ids=token_ids, logprobs=logprobs, finish_reason=finish_reason, policy_version=5)
+    return completion(
+        REQUEST,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        spans=[VersionSpan(5, len(token_ids))],
+    )
 
 
 def test_a_good_answer_becomes_a_completion():

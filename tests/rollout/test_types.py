@@ -9,6 +9,7 @@ from drivetrain_rollout import (
     Rollout,
     RolloutGroup,
     SamplingParams,
+    VersionSpan,
 )
 
 
@@ -19,8 +20,7 @@ def completion(prompt: tuple[int, ...], response: tuple[int, ...], logprobs: tup
         response_token_ids=response,
         rollout_logprobs=logprobs,
         finish_reason="stop",
-        min_policy_version=version,
-        max_policy_version=version + 1,
+        version_spans=(VersionSpan(version, len(response) - 1), VersionSpan(version + 1, 1)),
     )
 
 

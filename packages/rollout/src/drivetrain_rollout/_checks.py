@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from drivetrain_rollout.engine import EngineInfo, RequestError, WeightsRefused
-from drivetrain_rollout.types import Completion, GenerateRequest, SamplingParams
+from drivetrain_rollout.types import Completion, GenerateRequest, SamplingParams, Timings, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+NOT_TIMED = Timings()
 LOWEST_TEMPERATURE = 0.01
 """Below it vLLM samples at this temperature instead of the one asked for."""
 
@@ -32,6 +35,8 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
         raise RequestError(request.request_id, "token_out_of_vocabulary", f"the prompt holds {bad}")
     if problem := _sampling_problem(request.sampling, info.vocab_size):
         raise RequestError(request.request_id, "bad_sampling", problem)
+    if request.continued is not None and (problem := _continuation_problem(request, request.continued, info)):
+        raise RequestError(request.request_id, "bad_continuation", problem)
 
 
 def _bad_token(token_ids: Sequence[Any], vocab_size: int) -> str | None:
@@ -42,6 +47,21 @@ def _bad_token(token_ids: Sequence[Any], vocab_size: int) -> str | None:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         return f"id {bad}, and the model's ids go from 0 to {vocab_size - 1}"
     return None
+
+
+def _continuation_problem(request: GenerateRequest, before: Completion, info: EngineInfo) -> str | None:
+    if before.prompt_token_ids != request.prompt_token_ids:
+        return f"the response to continue, of request {before.request_id!r}, has another prompt"
+    if before.finish_reason != "abort":
+        return f"the response to continue has ended ({before.finish_reason})"
+    if before.response_token_ids and (bad := _bad_token(before.response_token_ids, info.vocab_size)):
+        return f"the response to continue holds {bad}"
+    return None
+
+
+def most_tokens(request: GenerateRequest, max_model_len: int) -> int:
+    """The longest the whole response can get, one that is continued included."""
+    return min(request.sampling.max_tokens, max_model_len - len(request.prompt_token_ids))
 
 
 def _sampling_problem(sampling: SamplingParams, vocab_size: int) -> str | None:
@@ -66,9 +86,24 @@ def completion(
     token_ids: Sequence[int],
     logprobs: Sequence[float | None] | None,
     finish_reason: str,
-    policy_version: int,
+    spans: Sequence[VersionSpan],
+    timings: Timings = NOT_TIMED,
+    early: bool = False,
 ) -> Completion:
-    """The completion of an engine's raw answer, or RequestError if the answer cannot be trusted."""
+    """The completion of an engine's raw answer, behind what the request continues.
+
+    Args:
+        request: what was asked.
+        token_ids: of the tokens that were sampled for this request, without those it continues.
+        logprobs: theirs.
+        finish_reason: ``stop`` or ``length``; ``abort`` only if ``early``.
+        spans: theirs.
+        timings: of this attempt.
+        early: whether the engine was told to end it.
+
+    Raises:
+        RequestError: the answer cannot be trusted.
+    """
     if logprobs is None or None in logprobs:
         raise RequestError(request.request_id, "bad_logprobs", "the engine returned no log-prob for a sampled token")
     if len(logprobs) != len(token_ids):
@@ -81,17 +116,45 @@ def completion(
     for index, value in enumerate(finite):
         if not math.isfinite(value):
             raise RequestError(request.request_id, "bad_logprobs", f"the log-prob of response token {index} is {value}")
-    if finish_reason not in ("stop", "length"):
+    if finish_reason not in ("stop", "length") and not (early and finish_reason == "abort"):
         raise RequestError(request.request_id, "engine_refused", f"the engine ended the request with {finish_reason!r}")
-    return Completion(
+    new = Completion(
         request_id=request.request_id,
         prompt_token_ids=tuple(request.prompt_token_ids),
         response_token_ids=tuple(token_ids),
         rollout_logprobs=tuple(finite),
         finish_reason=finish_reason,  # type: ignore[arg-type]
-        min_policy_version=policy_version,
-        max_policy_version=policy_version,
+        version_spans=tuple(spans),
+        timings=timings,
     )
+    return new if request.continued is None else joined(request.continued, new)
+
+
+def joined(before: Completion, new: Completion) -> Completion:
+    """A response and its continuation as one."""
+    return msgspec.structs.replace(
+        new,
+        response_token_ids=before.response_token_ids + new.response_token_ids,
+        rollout_logprobs=before.rollout_logprobs + new.rollout_logprobs,
+        version_spans=joined_spans(before.version_spans + new.version_spans),
+        timings=Timings(
+            queued=before.timings.queued + new.timings.queued,
+            sampled=before.timings.sampled + new.timings.sampled,
+            attempts=before.timings.attempts + new.timings.attempts,
+        ),
+    )
+
+
+def joined_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """The same spans, neighbours of one version as one, and empty ones only if there are no others."""
+    found: list[VersionSpan] = []
+    for span in spans:
+        if found and (found[-1].policy_version == span.policy_version or not found[-1].tokens):
+            span = VersionSpan(span.policy_version, found.pop().tokens + span.tokens)
+        elif found and not span.tokens:
+            continue
+        found.append(span)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from drivetrain_rollout.engine import RequestError
-from drivetrain_rollout.types import Completion, GenerateRequest
+from drivetrain_rollout.engine import PauseMode, RequestError
+from drivetrain_rollout.types import Chunk, Completion, GenerateRequest, VersionSpan
 
 T = TypeVar("T")
 
@@ -27,18 +28,47 @@ class Reply(Generic[T]):
         return self.future.cancelled()
 
 
+class Follower:
+    """Gets the chunks of one response, on the event loop it was made on."""
+
+    __slots__ = ("chunks", "every", "loop")
+
+    def __init__(self, every: float) -> None:
+        self.every = every
+        self.loop = asyncio.get_running_loop()
+        self.chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+
+
+def tell(chunks: Iterable[tuple[Follower, Chunk]]) -> None:
+    """Hand chunks to the followers' event loops; each loop is woken once for all of its own."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Follower, Chunk]]] = {}
+    for follower, chunk in chunks:
+        by_loop.setdefault(follower.loop, []).append((follower, chunk))
+    for loop, told in by_loop.items():
+        _call_in(loop, _tell_here, told)
+
+
+def _tell_here(told: list[tuple[Follower, Chunk]]) -> None:
+    for follower, chunk in told:
+        follower.chunks.put_nowait(chunk)
+
+
 def settle(outcomes: Iterable[tuple[Reply[Any], Any]]) -> None:
     """Hand results, or exceptions, to the replies' event loops; each loop is woken once for all of its own."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
     for reply, outcome in outcomes:
         by_loop.setdefault(reply.loop, []).append((reply.future, outcome))
     for loop, settled in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_settle_here, settled)
-        except RuntimeError:
-            if not loop.is_closed():
-                raise
-            # The loop ended without waiting for its coroutines: there is nobody to tell.
+        _call_in(loop, _settle_here, settled)
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[list[Any]], None], argument: list[Any]) -> None:
+    try:
+        loop.call_soon_threadsafe(function, argument)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        # The loop ended without waiting for its coroutines: there is nobody to tell.
 
 
 def _settle_here(settled: list[tuple[asyncio.Future[Any], Any]]) -> None:
@@ -56,7 +86,20 @@ class Generate:
     """Sample a response; answered with the completion."""
 
     request: GenerateRequest
+    follower: Follower | None = None
     reply: Reply[Completion] = field(default_factory=Reply)
+    made: float = field(default_factory=time.monotonic)
+    begun: float | None = None
+    """When the model got it."""
+    spans: list[VersionSpan] = field(default_factory=list)
+    """Of the weights that have been replaced since, the tokens sampled here with them."""
+    told: int = 0
+    """Tokens of the response that the follower has."""
+    told_at: float = 0.0
+
+    @property
+    def what(self) -> str:
+        return f"request {self.request.request_id!r}"
 
 
 @dataclass(slots=True)
@@ -69,11 +112,21 @@ class Barrier:
 
 
 @dataclass(slots=True)
-class Ping:
-    """Answered as soon as the thread sees it."""
+class Question:
+    """Call ``run`` as soon as the thread sees it; answered with its result."""
 
     what: str
+    run: Callable[[], Any]
+    reply: Reply[Any] = field(default_factory=Reply)
+
+
+@dataclass(slots=True)
+class Pause:
+    """Stop sampling; answered when nothing is sampled any more."""
+
+    mode: PauseMode
     reply: Reply[None] = field(default_factory=Reply)
+    what: str = "pause"
 
 
 @dataclass(slots=True)
@@ -88,7 +141,7 @@ class Close:
     """End the thread."""
 
 
-Job = Generate | Barrier | Ping | Abort | Close
+Job = Generate | Barrier | Question | Pause | Abort | Close
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +151,12 @@ class End:
     reason: Literal["engine_closed", "engine_failed"]
     cause: BaseException | None = None
 
-    def error(self, job: Generate | Barrier | Ping) -> RequestError | RuntimeError:
+    def error(self, job: Generate | Barrier | Question | Pause) -> RequestError | RuntimeError:
         """What the one who waits for ``job`` gets."""
         message = "the engine is closed" if self.cause is None else f"the engine failed: {self.cause!r}"
         error: RequestError | RuntimeError
         if isinstance(job, Generate):
-            error = RequestError(job.request.request_id, self.reason, message)
+            error = RequestError(job.request.request_id, self.reason, message, partial=job.request.continued)
         else:
             error = RuntimeError(f"{job.what}: {message}")
         error.__cause__ = self.cause

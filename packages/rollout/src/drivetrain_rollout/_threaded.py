@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
+from drivetrain_rollout._backend import Backend
 from drivetrain_rollout._checks import check_request
-from drivetrain_rollout._jobs import Abort, Barrier, Close, Generate, Ping, Reply
-from drivetrain_rollout._loop import Backend, EngineLoop
+from drivetrain_rollout._jobs import Abort, Barrier, Close, Follower, Generate, Pause, Question, Reply
+from drivetrain_rollout._loop import EngineLoop, after
 from drivetrain_rollout.engine import (
     DigestFunction,
     EngineConfig,
     EngineInfo,
+    EngineMetrics,
+    PauseMode,
     RequestError,
     RolloutEngine,
     WeightsState,
@@ -26,7 +30,7 @@ from drivetrain_rollout.engine import (
     WeightWrite,
     Writer,
 )
-from drivetrain_rollout.types import Completion, GenerateRequest
+from drivetrain_rollout.types import Chunk, Completion, GenerateRequest
 
 T = TypeVar("T")
 
@@ -56,9 +60,13 @@ class ThreadedEngine(RolloutEngine):
             Exception: what ``build`` raised.
         """
         self._config = config
+        self._refused: Counter[str] = Counter()
         started: Future[tuple[EngineLoop, EngineInfo]] = Future()
         self._thread = threading.Thread(
-            target=_serve, args=(build, digest, writer, started), name=f"drivetrain-{config.engine}", daemon=True
+            target=_serve,
+            args=(build, config.seed, digest, writer, started),
+            name=f"drivetrain-{config.engine}",
+            daemon=True,
         )
         self._thread.start()
         try:
@@ -79,27 +87,78 @@ class ThreadedEngine(RolloutEngine):
         return self._loop.weights
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        check_request(request, self._info)
-        job = Generate(request)
+        self._check(request)
+        return await self._answer(Generate(request))
+
+    async def stream(self, request: GenerateRequest, *, every: float = 0.1) -> AsyncIterator[Chunk]:
+        self._check(request)
+        follower = Follower(every)
+        answer = asyncio.ensure_future(self._answer(Generate(request, follower=follower)))
+        told = 0 if request.continued is None else len(request.continued.response_token_ids)
         try:
-            return await self._ask(job, job.reply, f"request {request.request_id!r}")
+            while not answer.done() or not follower.chunks.empty():
+                chunk = asyncio.ensure_future(follower.chunks.get())
+                await asyncio.wait((chunk, answer), return_when=asyncio.FIRST_COMPLETED)
+                if chunk.done():
+                    told += len(chunk.result().response_token_ids)
+                    yield chunk.result()
+                else:
+                    chunk.cancel()
+            completion = answer.result()
+        finally:
+            answer.cancel()
+        yield Chunk(
+            request_id=request.request_id,
+            response_token_ids=completion.response_token_ids[told:],
+            rollout_logprobs=completion.rollout_logprobs[told:],
+            version_spans=after(completion.version_spans, told),
+            completion=completion,
+        )
+
+    def _check(self, request: GenerateRequest) -> None:
+        try:
+            check_request(request, self._info)
+        except RequestError as error:
+            self._refused[error.reason] += 1
+            raise
+
+    async def _answer(self, job: Generate) -> Completion:
+        try:
+            return await self._ask(job, job.reply)
         except asyncio.CancelledError:
             self._loop.put(Abort(job))
             raise
         except TimeoutError as error:
             self._loop.put(Abort(job))
-            raise RequestError(request.request_id, "engine_failed", str(error)) from error
+            request = job.request
+            raise RequestError(request.request_id, "engine_failed", str(error), partial=request.continued) from error
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        if mode not in ("wait", "keep", "abort"):
+            raise ValueError(f"pause mode {mode!r}: use 'wait', 'keep' or 'abort'")
+        job = Pause(mode)
+        await self._ask(job, job.reply)
+
+    async def resume(self) -> None:
+        job = Question("resume", self._loop.resume)
+        await self._ask(job, job.reply)
+
+    async def metrics(self) -> EngineMetrics:
+        job = Question("metrics", self._loop.metrics)
+        found: EngineMetrics = await self._ask(job, job.reply)
+        failed = self._refused + Counter(found.failed)
+        return msgspec.structs.replace(found, failed=dict(failed))
 
     async def update_weights(self, update: WeightUpdate) -> WeightsState:
-        job = Barrier(f"update_weights to version {update.policy_version}", partial(self._loop.update, update))
-        state: WeightsState = await self._ask(job, job.reply, job.what)
+        job = Barrier(f"update_weights to version {update.policy_version}", partial(self._loop.changes.update, update))
+        state: WeightsState = await self._ask(job, job.reply)
         return state
 
     async def write_weights(self, write: WeightWrite) -> WeightsState:
         if not self._info.can_write:
             return await super().write_weights(write)
-        job = Barrier(f"write_weights to version {write.policy_version}", partial(self._loop.write, write))
-        state: WeightsState = await self._ask(job, job.reply, job.what)
+        job = Barrier(f"write_weights to version {write.policy_version}", partial(self._loop.changes.write, write))
+        state: WeightsState = await self._ask(job, job.reply)
         return state
 
     async def sleep(self, level: int = 1) -> None:
@@ -110,15 +169,15 @@ class ThreadedEngine(RolloutEngine):
         if level not in (1, 2):
             raise ValueError(f"sleep level {level}: use 1 (keep the weights in host memory) or 2 (drop them)")
         job = Barrier("sleep", partial(self._loop.sleep, level))
-        await self._ask(job, job.reply, job.what)
+        await self._ask(job, job.reply)
 
     async def wake(self) -> None:
-        job = Barrier("wake", self._loop.wake)
-        await self._ask(job, job.reply, job.what)
+        job = Barrier("wake", self._loop.changes.wake)
+        await self._ask(job, job.reply)
 
     async def health(self) -> None:
-        job = Ping("health")
-        await self._ask(job, job.reply, job.what)
+        job = Question("health", lambda: None)
+        await self._ask(job, job.reply)
 
     async def close(self) -> None:
         self._loop.put(Close())
@@ -129,8 +188,8 @@ class ThreadedEngine(RolloutEngine):
             self._loop.closing_error = None
             raise RuntimeError(f"close: {self._config.engine} did not end cleanly: {error!r}") from error
 
-    async def _ask(self, job: Generate | Barrier | Ping, reply: Reply[T], what: str) -> T:
-        """The job's result; TimeoutError once the engine's thread has not moved for ``stall_timeout`` seconds."""
+    async def _ask(self, job: Generate | Barrier | Question | Pause, reply: Reply[T]) -> T:
+        """The job's result; TimeoutError once the thread, unless paused, has not moved for ``stall_timeout``."""
         self._loop.put(job)
         timeout = self._config.stall_timeout
         try:
@@ -139,21 +198,24 @@ class ThreadedEngine(RolloutEngine):
                 if reply.future.done():
                     return reply.future.result()
                 still = time.monotonic() - self._loop.beat
-                if still >= timeout:
-                    raise TimeoutError(f"{what}: {self._config.engine} has not moved for {still:.0f} s (stall_timeout)")
+                if still >= timeout and not self._loop.paused:
+                    raise TimeoutError(
+                        f"{job.what}: {self._config.engine} has not moved for {still:.0f} s (stall_timeout)"
+                    )
         finally:
             reply.future.cancel()
 
 
 def _serve(
     build: Callable[[], Backend],
+    seed: int,
     digest: DigestFunction | None,
     writer: Writer | None,
     started: Future[tuple[EngineLoop, EngineInfo]],
 ) -> None:
     try:
         backend = build()
-        loop = EngineLoop(backend, digest=digest, writer=writer)
+        loop = EngineLoop(backend, seed=seed, digest=digest, writer=writer)
         info = msgspec.structs.replace(backend.info, can_write=backend.info.can_write and writer is not None)
     except BaseException as error:  # noqa: BLE001 - the constructor waits for it
         started.set_exception(error)

@@ -3,49 +3,61 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from drivetrain_rollout.types import Completion, GenerateRequest
+from drivetrain_rollout.types import Chunk, Completion, GenerateRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Device = Literal["cpu", "cuda"]
+PauseMode = Literal["wait", "keep", "abort"]
 
 RequestErrorReason = Literal[
     "empty_prompt",
     "prompt_too_long",
     "token_out_of_vocabulary",
     "bad_sampling",
+    "bad_continuation",
     "bad_logprobs",
     "engine_refused",
     "engine_asleep",
     "engine_closed",
     "engine_failed",
     "stale_weights",
+    "deadline",
+    "no_engine",
 ]
 """Why one request got no completion.
 
-``empty_prompt``, ``prompt_too_long`` (no room is left for one token), ``token_out_of_vocabulary``, ``bad_sampling``:
-the request itself. ``bad_logprobs``: the engine's log-probs were missing, too few or not finite. ``engine_refused``:
-the engine behind turned this one request down. ``engine_asleep``, ``engine_closed``, ``engine_failed``: nobody is there
-to serve it. ``stale_weights``: the engine does not hold a complete set of weights.
+``empty_prompt``, ``prompt_too_long`` (no room is left for one token), ``token_out_of_vocabulary``, ``bad_sampling``,
+``bad_continuation`` (of another prompt, or of a response that has ended): the request itself. ``bad_logprobs``: the
+engine's log-probs were missing, too few or not finite. ``engine_refused``: the engine behind turned this one request
+down. ``engine_asleep``, ``engine_closed``, ``engine_failed``: nobody is there to serve it. ``stale_weights``: the
+engine does not hold a complete set of weights. ``deadline``: a pool's time for the request is over. ``no_engine``: a
+pool has had nobody to serve it.
 """
 
 
 class RequestError(Exception):
-    """One request failed, for a named reason; the engine's other requests go on."""
+    """One request failed, for a named reason; the engine's other requests go on.
 
-    def __init__(self, request_id: str, reason: RequestErrorReason, message: str) -> None:
+    ``partial`` is what is known to have been sampled by then, with finish reason ``abort``: a request can continue it.
+    """
+
+    def __init__(
+        self, request_id: str, reason: RequestErrorReason, message: str, *, partial: Completion | None = None
+    ) -> None:
         super().__init__(f"request {request_id!r}: {message} ({reason})")
         self.request_id = request_id
         self.reason: RequestErrorReason = reason
         self.message = message
+        self.partial = partial
 
 
 class WeightsRefused(RuntimeError):
@@ -79,7 +91,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: int | None = None
     """vLLM: bytes of KV cache. None: what ``memory_fraction`` leaves on a GPU, 512 MiB on a CPU."""
     seed: int = 0
-    """Starts the engine's own random stream; give each engine of a run another."""
+    """Starts the stream that requests without a seed take theirs from; give each engine of a run another."""
+    vocab_size: int | None = None
+    """Ids from this on are neither read nor sampled: for a head that is wider than its tokenizer. They get no
+    probability, so a learner must leave them out of its softmax too. None: all that the head has."""
+    tensor_parallel: int = 1
+    """vLLM: devices that one model is spread over."""
     enforce_eager: bool | None = None
     """vLLM: neither compile nor capture CUDA graphs. None: on a CPU only, where compiling costs a minute and gains
     little."""
@@ -97,7 +114,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"dtype {self.dtype!r}: use 'auto', 'float32', 'bfloat16' or 'float16'")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction {self.memory_fraction}: use a number above 0 and up to 1")
-        for name in ("max_model_len", "max_num_seqs", "kv_cache_bytes", "start_timeout", "stall_timeout"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "kv_cache_bytes",
+            "vocab_size",
+            "tensor_parallel",
+            "start_timeout",
+            "stall_timeout",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} {value}: use a number above 0")
@@ -110,14 +135,34 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     engine_version: str
     model: str
     vocab_size: int
-    """Ids from 0 up to this, exclusive, are read and sampled: the width of the model's head, which can be wider than
-    its tokenizer."""
+    """Ids from 0 up to this, exclusive, are read and sampled: ``EngineConfig.vocab_size``, or the width of the model's
+    head, which can be wider than its tokenizer."""
     max_model_len: int
     dtype: str
     device: Device
     can_sleep: bool
     can_write: bool = False
     """Whether ``write_weights`` works: the engine has a writer, and samples with its parameters as they lie."""
+
+
+class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an engine is doing, and what it has done since its start."""
+
+    running: int
+    """Responses that are being sampled."""
+    waiting: int
+    """Requests that have not begun: they wait for room in the engine, or for an update or a pause to end."""
+    kv_cache_usage: float | None
+    """The part of the KV cache that is in use, 0 to 1; None: the cache has no budget."""
+    preemptions: int
+    """How often a running response lost its KV cache to others and had to compute it again."""
+    prompt_tokens: int
+    """Of the requests that have begun."""
+    response_tokens: int
+    """Of the responses that have ended."""
+    completed: int
+    failed: dict[str, int]
+    """Requests that got a RequestError, by reason."""
 
 
 class WeightsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,8 +213,9 @@ place, and returns the digest of what they hold then. Both are called in the eng
 class RolloutEngine(ABC):
     """Samples from one policy. Every coroutine may be awaited from any event loop, any number at once.
 
-    Requests are taken in order; ``update_weights``, ``sleep`` and ``wake`` wait until the requests taken before have
-    ended, and requests that come later wait behind them. So every token of a response comes from one policy version.
+    Requests are taken in order; ``update_weights``, ``write_weights``, ``sleep`` and ``wake`` wait until the requests
+    taken before have ended, and requests that come later wait behind them. So every token of a response comes from one
+    policy version, unless weights are changed during a ``pause``.
 
     Cancelling ``generate`` stops the request. Engines give up with an error that names what they waited for when
     nothing has moved for ``EngineConfig.stall_timeout`` seconds.
@@ -191,6 +237,63 @@ class RolloutEngine(ABC):
 
         Raises:
             RequestError: with the reason; nothing but this request is affected.
+        """
+
+    async def stream(self, request: GenerateRequest, *, every: float = 0.1) -> AsyncIterator[Chunk]:
+        """Sample one response, and tell how far it is.
+
+        Args:
+            request: as for ``generate``. Leaving the iteration early (``aclose``) stops it.
+            every: seconds between chunks, at least.
+
+        Yields:
+            Chunks that together are the response; the last holds the completion.
+
+        Raises:
+            RequestError: as ``generate``.
+        """
+        del every  # an engine that tells it at once, at the end
+        completion = await self.generate(request)
+        yield Chunk(
+            request_id=request.request_id,
+            response_token_ids=completion.response_token_ids,
+            rollout_logprobs=completion.rollout_logprobs,
+            version_spans=completion.version_spans,
+            completion=completion,
+        )
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop sampling until ``resume``; requests that come meanwhile wait. Pausing again only changes the mode.
+
+        Returns when nothing is sampled any more: at once with ``keep`` and ``abort``, with ``wait`` when the running
+        responses have ended. Updates during a pause do not wait for what is kept, nor for requests that wait.
+
+        Args:
+            mode: ``wait``: responses that were begun are completed. ``keep``: they are held, and go on after
+                ``resume``; if the weights have changed, with the new ones, from a KV cache computed anew. ``abort``:
+                they end now, with what they have, and finish reason ``abort``.
+
+        Raises:
+            ValueError: another mode.
+            RuntimeError: the engine is closed or has failed.
+        """
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """End a pause; without one it is harmless. Responses that were kept fail with ``stale_weights`` if the engine
+        holds no complete weights now.
+
+        Raises:
+            RuntimeError: the engine is closed or has failed.
+        """
+
+    @abstractmethod
+    async def metrics(self) -> EngineMetrics:
+        """What the engine is doing, also while it is busy.
+
+        Raises:
+            RuntimeError: the engine is closed or has failed.
         """
 
     @abstractmethod
@@ -227,7 +330,7 @@ class RolloutEngine(ABC):
         and an update must follow ``wake``.
 
         Raises:
-            RuntimeError: this engine cannot sleep (``info.can_sleep``), or sleeps already.
+            RuntimeError: this engine cannot sleep (``info.can_sleep``), sleeps already, or a pause keeps responses.
             ValueError: another level.
         """
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from drivetrain_rollout._backend import Sampled, Usage
 from drivetrain_rollout._checks import Manifest
-from drivetrain_rollout._loop import Sampled
 from drivetrain_rollout._threaded import ThreadedEngine
 from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo, Writer
 from drivetrain_rollout.types import GenerateRequest
@@ -142,6 +142,20 @@ class _TransformersBackend:
         if ended:
             self._keep([_finish_reason(row) is None for row in batch.rows])
         return ended
+
+    def drain(self) -> list[Sampled]:
+        return []
+
+    def progress(self, keys: Sequence[int]) -> list[Sampled]:
+        rows = {row.key: row for row in self._batch.rows} if self._batch is not None else {}
+        found = []
+        for key in keys:
+            token_ids, logprobs = (rows[key].token_ids, rows[key].logprobs) if key in rows else ([], [])
+            found.append(Sampled(key=key, token_ids=list(token_ids), logprobs=list(logprobs), finish_reason="abort"))
+        return found
+
+    def usage(self) -> Usage:
+        return Usage(waiting=len(self._waiting))
 
     def _next_batch(self) -> _Batch:
         import torch

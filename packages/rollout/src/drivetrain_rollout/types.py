@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,22 +33,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sampling one of these ends the response, which keeps it. Nothing else ends one: the model's own end-of-sequence
     token does only if it is listed."""
     seed: int | None = None
-    """Makes this request's draws repeatable on one engine, whatever else it serves. None: the engine's own stream."""
+    """With a token's position in the sequence it determines the draw: the same on every engine that holds the same
+    weights (up to rounding of the logits), whatever else it serves. None: the engine takes one from its own stream."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One response wanted. ``request_id`` names it in errors and in the completion; engines do not need it unique."""
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive response tokens that one set of weights sampled."""
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    policy_version: int
+    tokens: int
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a response's time went, in seconds, all attempts at it together."""
+
+    queued: float = 0.0
+    """Until an engine began with it."""
+    sampled: float = 0.0
+    """From there to its end, pauses included."""
+    attempts: int = 1
+    """How often an engine began with it."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One sampled response: exactly the ids the engine read and the ids it drew.
 
     Raises:
-        ValueError: there are not as many log-probs as response tokens.
+        ValueError: there are not as many log-probs, or not as many tokens in the spans, as response tokens.
     """
 
     request_id: str
@@ -60,17 +71,59 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     over the temperature and, where ``top_p`` or ``top_k`` cut tokens away, over those that were left. At temperature 0
     it is that of temperature 1."""
     finish_reason: FinishReason
-    """``stop``: a stop token was sampled. ``length``: ``max_tokens`` or ``max_model_len`` was reached."""
-    min_policy_version: int
-    max_policy_version: int
-    """Oldest and newest weights that sampled a token of this response."""
+    """``stop``: a stop token was sampled. ``length``: ``max_tokens`` or ``max_model_len`` was reached. ``abort``: the
+    engine was told to end it early; it can be continued."""
+    version_spans: tuple[VersionSpan, ...]
+    """Which weights sampled which tokens, in order; at least one, also of an empty response."""
+    timings: Timings = Timings()
 
     def __post_init__(self) -> None:
-        if len(self.rollout_logprobs) != len(self.response_token_ids):
+        tokens = len(self.response_token_ids)
+        if len(self.rollout_logprobs) != tokens:
             raise ValueError(
-                f"request {self.request_id!r}: {len(self.rollout_logprobs)} rollout_logprobs for "
-                f"{len(self.response_token_ids)} response tokens"
+                f"request {self.request_id!r}: {len(self.rollout_logprobs)} rollout_logprobs for {tokens} response "
+                "tokens"
             )
+        spanned = sum(span.tokens for span in self.version_spans)
+        if not self.version_spans or spanned != tokens:
+            raise ValueError(
+                f"request {self.request_id!r}: version_spans of {spanned} tokens for {tokens} response tokens"
+            )
+
+    @property
+    def min_policy_version(self) -> int:
+        """Oldest weights that sampled a token of this response."""
+        return min(span.policy_version for span in self.version_spans)
+
+    @property
+    def max_policy_version(self) -> int:
+        """Newest weights that sampled a token of this response."""
+        return max(span.policy_version for span in self.version_spans)
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What has been sampled of a response since the last chunk of its stream."""
+
+    request_id: str
+    response_token_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+    completion: Completion | None = None
+    """The whole response, in the last chunk."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One response wanted. ``request_id`` names it in errors and in the completion; engines do not need it unique."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    continued: Completion | None = None
+    """A response to the same prompt that was sampled in part. Sampling goes on behind it, and the whole comes back:
+    its tokens, log-probs and spans first. ``max_tokens`` counts them. With the same seed the draws are those that
+    would have followed."""
+    group_id: int | None = None
+    """Requests of one group have a prompt, or the beginning of one, in common; a pool keeps them on one engine."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drivetrain_rollout import _vllm_versions as versions
+from drivetrain_rollout._backend import Sampled, Usage
 from drivetrain_rollout._checks import Manifest
-from drivetrain_rollout._loop import Sampled
 from drivetrain_rollout._threaded import ThreadedEngine
 from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo, Writer
 from drivetrain_rollout.types import GenerateRequest, SamplingParams
@@ -154,6 +154,21 @@ class _VLLMBackend:
                     )
                 )
         return ended
+
+    def drain(self) -> list[Sampled]:
+        return []
+
+    def progress(self, keys: Sequence[int]) -> list[Sampled]:
+        states = self._engine.output_processor.request_states
+        found = []
+        for key in keys:
+            token_ids = list(states[str(key)].detokenizer.output_token_ids)
+            logprobs = sampled_logprobs(token_ids, states[str(key)].logprobs_processor.logprobs)
+            found.append(Sampled(key=key, token_ids=token_ids, logprobs=logprobs, finish_reason="abort"))
+        return found
+
+    def usage(self) -> Usage:
+        return Usage()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self._weights_held += 1

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 from drivetrain_transport import PeerLost, RemoteError
@@ -16,6 +16,8 @@ from drivetrain_rollout._checks import check_request
 from drivetrain_rollout.engine import (
     EngineConfig,
     EngineInfo,
+    EngineMetrics,
+    PauseMode,
     RequestError,
     RolloutEngine,
     WeightsRefused,
@@ -164,6 +166,19 @@ class RemoteEngine(RolloutEngine):
     async def wake(self) -> None:
         await self._call(messages.Wake(), "wake")
 
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"pause mode {mode!r}: use 'wait', 'keep' or 'abort'")
+        await self._call(messages.Pause(mode=mode), "pause")
+
+    async def resume(self) -> None:
+        await self._call(messages.Resume(), "resume")
+
+    async def metrics(self) -> EngineMetrics:
+        reply = await self._call(messages.Metrics(), "metrics")
+        metrics: EngineMetrics = reply.metrics
+        return metrics
+
     async def health(self) -> None:
         await self._call(messages.Health(), "health")
 
@@ -176,7 +191,7 @@ class RemoteEngine(RolloutEngine):
             reply = await self._peer.call_async(messages.Stop(), timeout=CLOSE_TIMEOUT)
             self._raise_failure(reply, "close")
 
-    async def _call(self, request: Any, what: str) -> None:
+    async def _call(self, request: Any, what: str) -> Any:
         """Ask the worker, and note which weights it says it has."""
         if self._closed:
             raise RuntimeError(f"{what}: the engine is closed")
@@ -188,6 +203,7 @@ class RemoteEngine(RolloutEngine):
             raise RuntimeError(f"{what}: {error}") from error
         self._raise_failure(reply, what)
         self._weights = reply.weights
+        return reply
 
     def _note_loss(self, error: Exception) -> None:
         if isinstance(error, PeerLost):

@@ -8,7 +8,15 @@ import msgspec
 import torch
 from drivetrain_transport import Protocol
 
-from drivetrain_rollout.engine import EngineConfig, EngineInfo, RequestErrorReason, WeightsState, WeightWrite
+from drivetrain_rollout.engine import (
+    EngineConfig,
+    EngineInfo,
+    EngineMetrics,
+    PauseMode,
+    RequestErrorReason,
+    WeightsState,
+    WeightWrite,
+)
 from drivetrain_rollout.types import Completion, GenerateRequest
 
 
@@ -70,6 +78,20 @@ class Wake(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Take the memory again: Done or CallFailed."""
 
 
+class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop sampling: Done, once nothing is sampled, or CallFailed."""
+
+    mode: PauseMode
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Go on sampling: Done or CallFailed."""
+
+
+class Metrics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the engine is doing: Measured or CallFailed."""
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Ask the engine's thread: Done or CallFailed."""
 
@@ -107,6 +129,13 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     outcomes: tuple[Outcome, ...]
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the engine is doing."""
+
+    metrics: EngineMetrics
+    weights: WeightsState
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It happened; the engine's weights after it."""
 
@@ -125,7 +154,20 @@ class CallFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 PROTOCOL = Protocol(
-    requests=Start | Generate | More | Abort | Bucket | Commit | Write | Sleep | Wake | Health | Stop,
-    replies=Started | Ended | Done | CallFailed,
-    version="drivetrain-rollout/2",
+    requests=Start
+    | Generate
+    | More
+    | Abort
+    | Bucket
+    | Commit
+    | Write
+    | Sleep
+    | Wake
+    | Pause
+    | Resume
+    | Metrics
+    | Health
+    | Stop,
+    replies=Started | Ended | Measured | Done | CallFailed,
+    version="drivetrain-rollout/3",
 )

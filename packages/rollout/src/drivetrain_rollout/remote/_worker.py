@@ -123,6 +123,8 @@ class Worker:
             if isinstance(request, messages.Generate):
                 self._batches[request.batch] = Batch(engine, request.requests)
                 return await self._next(request.batch)
+            if isinstance(request, messages.Metrics):
+                return messages.Measured(metrics=await engine.metrics(), weights=engine.weights)
             await asyncio.sleep(0)  # the requests that arrived before this one reach the engine before it
             await self._do(request, engine)
             return messages.Done(weights=engine.weights)
@@ -172,6 +174,10 @@ class Worker:
                 await engine.sleep(level)
             case messages.Wake():
                 await engine.wake()
+            case messages.Pause(mode=mode):
+                await engine.pause(mode)
+            case messages.Resume():
+                await engine.resume()
             case messages.Health():
                 await engine.health()
             case messages.Stop():

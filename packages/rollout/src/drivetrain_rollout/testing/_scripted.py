@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from drivetrain_rollout._backend import Sampled, Usage
 from drivetrain_rollout._checks import Manifest
-from drivetrain_rollout._loop import Sampled
 from drivetrain_rollout._threaded import ThreadedEngine
 from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo, Writer
 from drivetrain_rollout.types import GenerateRequest
@@ -30,6 +30,7 @@ class ScriptedEngine(ThreadedEngine):
         shapes: of the tensors that an update must hold.
         digest: checks every update.
         writer: what ``write_weights`` calls, with no parameters.
+        tokens_per_step: how many tokens the request that is served gets in a step; None: its whole response.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ScriptedEngine(ThreadedEngine):
         digest: DigestFunction | None = None,
         writer: Writer | None = None,
         stall_timeout: float = 60.0,
+        tokens_per_step: int | None = None,
     ) -> None:
         self.events: list[str] = []
         info = EngineInfo(
@@ -56,7 +58,8 @@ class ScriptedEngine(ThreadedEngine):
             can_sleep=True,
             can_write=True,
         )
-        backend = _ScriptedBackend(info, Manifest(shapes=shapes or {}, aliases={}), self.events, respond, seed)
+        manifest = Manifest(shapes=shapes or {}, aliases={})
+        backend = _ScriptedBackend(info, manifest, self.events, respond, seed, tokens_per_step)
         config = EngineConfig(engine="scripted", model="none", stall_timeout=stall_timeout)
         super().__init__(lambda: backend, config, digest=digest, writer=writer)
 
@@ -69,13 +72,17 @@ class _ScriptedBackend:
         events: list[str],
         respond: Callable[[GenerateRequest], Sequence[int]] | None,
         seed: int,
+        tokens_per_step: int | None,
     ) -> None:
         self.info = info
         self.manifest = manifest
         self._events = events
         self._respond = respond or self._draw
         self._random = random.Random(seed)
+        self._tokens_per_step = tokens_per_step
         self._added: dict[int, GenerateRequest] = {}
+        self._sampled: dict[int, list[int]] = {}
+        self._responses: dict[int, list[int]] = {}
 
     def _draw(self, request: GenerateRequest) -> list[int]:
         sampling = request.sampling
@@ -89,19 +96,40 @@ class _ScriptedBackend:
     def add(self, key: int, request: GenerateRequest) -> None:
         self._events.append(f"add {request.request_id}")
         self._added[key] = request
+        self._sampled[key] = []
 
     def abort(self, key: int) -> None:
         self._events.append(f"abort {self._added.pop(key).request_id}")
+        del self._sampled[key]
 
     def step(self) -> list[Sampled]:
-        """End the request that was added first."""
+        """Serve the request that was added first."""
         key = next(iter(self._added))
-        request = self._added[key]
-        token_ids = list(self._respond(request))
-        del self._added[key]
+        request, token_ids = self._added[key], self._sampled[key]
+        if key not in self._responses:
+            before = () if request.continued is None else request.continued.response_token_ids
+            self._responses[key] = list(self._respond(request))[len(before) :]
+        token_ids.extend(self._responses[key][len(token_ids) :][: self._tokens_per_step])
+        if len(token_ids) < len(self._responses[key]):
+            return []
         stopped = bool(token_ids) and token_ids[-1] in request.sampling.stop_token_ids
+        ended = self._told(key, "stop" if stopped else "length")
+        del self._added[key], self._sampled[key], self._responses[key]
+        return [ended]
+
+    def drain(self) -> list[Sampled]:
+        return []
+
+    def progress(self, keys: Sequence[int]) -> list[Sampled]:
+        return [self._told(key, "abort") for key in keys]
+
+    def _told(self, key: int, finish_reason: str) -> Sampled:
+        token_ids = list(self._sampled[key])
         logprobs = [-math.log(self.info.vocab_size)] * len(token_ids)
-        return [Sampled(key=key, token_ids=token_ids, logprobs=logprobs, finish_reason="stop" if stopped else "length")]
+        return Sampled(key=key, token_ids=token_ids, logprobs=logprobs, finish_reason=finish_reason)
+
+    def usage(self) -> Usage:
+        return Usage(waiting=max(0, len(self._added) - 1))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self._events.append(f"load {len(tensors)}")
