@@ -77,7 +77,8 @@ def test_ctrl_c_at_one_member_is_prompt_and_told_to_the_others(device: str) -> N
         start = time.monotonic()
         a.send_signal(signal.SIGINT)
         said(a, "interrupted")
-        assert time.monotonic() - start < 0.5
+        # NCCL's abort alone takes half a second.
+        assert time.monotonic() - start < (0.5 if device == "cpu" else 1.5)
         said(b, "broken ()")
         for child in (a, b):
             said(child, "closed")
