@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from drivetrain_rollout import Completion, EngineConfig, GenerateRequest, SamplingParams, WeightUpdate
+from drivetrain_rollout._draw import processed_logprobs
 from drivetrain_rollout.remote import RemoteEngine
 from drivetrain_rollout.testing import (
     CONTRACT,
@@ -20,7 +21,7 @@ from drivetrain_rollout.testing import (
     sha256_digest,
     write_tiny_model,
 )
-from drivetrain_rollout.transformers import TransformersEngine, processed_logprobs
+from drivetrain_rollout.transformers import TransformersEngine
 from drivetrain_rollout.vllm import OWNED_ARGUMENTS, _arguments, sampled_logprobs
 from drivetrain_transport import Peer
 from engines import vllm_worker
@@ -116,7 +117,9 @@ def test_logprobs_are_of_what_top_k_and_top_p_left(models, subject):
     model = AutoModelForCausalLM.from_pretrained(models[0])
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1:]
-    expected = processed_logprobs(logits, temperature=[0.8], top_k=[9], top_p=[0.7])[0]
+    expected = processed_logprobs(
+        logits, temperature=torch.tensor([0.8]), top_k=torch.tensor([9]), top_p=torch.tensor([0.7])
+    )[0]
     drawn = {completion.response_token_ids[0]: completion.rollout_logprobs[0] for completion in found}
     assert 1 < len(drawn) <= 9
     assert all(abs(logprob - expected[token].item()) < 1e-4 for token, logprob in drawn.items())
@@ -276,4 +279,4 @@ def test_flat_logprobs_are_taken_as_they_are():
 def test_arguments_the_engine_sets_itself_are_refused(name: str):
     config = EngineConfig(engine="vllm", model="m", engine_args={name: "raw_logprobs"})
     with pytest.raises(ValueError, match=f"engine_args may not set '{name}': use "):
-        _arguments(config, dtype="float32", eager=True, longest=64)
+        _arguments(config, dtype="float32", eager=True)

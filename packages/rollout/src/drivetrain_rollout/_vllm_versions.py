@@ -84,6 +84,45 @@ def stop(engine: Any) -> None:
     engine.engine_core.shutdown()
 
 
+def model_runner(engine: Any) -> Any:
+    """What holds the model and samples from it; of an engine whose worker is in this process."""
+    [runner] = engine.collective_rpc(lambda worker: worker.model_runner)
+    return runner
+
+
+def scheduler(engine: Any) -> Any:
+    """What decides which requests the next step computes; of an engine in this process."""
+    return engine.engine_core.engine_core.scheduler
+
+
+def drain(engine: Any) -> list[Any]:
+    """Complete the steps that have begun, and begin none; the outputs of what ended."""
+    batches = engine.engine_core.engine_core.batch_queue
+    waiting = scheduler(engine)
+    ended: list[Any] = []
+    waiting.has_requests = lambda: False  # asked first in a step: it then only takes in what was begun before
+    try:
+        while batches:
+            ended.extend(engine.step())
+    finally:
+        del waiting.has_requests
+    return ended
+
+
+def count_preemptions(engine: Any) -> Callable[[], int]:
+    """Begin to count how often a running request loses its KV cache; returns what tells the count."""
+    owner = scheduler(engine)
+    original, count = owner._preempt_request, 0
+
+    def preempt(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(*arguments, **options)
+
+    owner._preempt_request = preempt
+    return lambda: count
+
+
 def load_weights(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Put tensors in checkpoint format in place of the model's.
 

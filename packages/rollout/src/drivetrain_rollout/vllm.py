@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,10 @@ from drivetrain_rollout.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from drivetrain_rollout._vllm_sampler import Recorder
+
+log = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 512 << 20
 
@@ -48,9 +54,12 @@ class VLLMEngine(ThreadedEngine):
     is one open engine a process, and none beside a ``torch.distributed`` group of yours; to sample beside a learner
     that has one, run the engine in a process of its own with ``drivetrain_rollout.remote``.
 
-    One engine drives one device. On a GPU it sleeps if ``engine_args`` holds ``enable_sleep_mode=True``. On a CPU
-    prompts are prefilled whole, because vLLM's CPU workers cannot draw with a request's seed otherwise; where it shares
-    its cores with other processes, start its process with ``OMP_WAIT_POLICY=PASSIVE``.
+    Tokens are drawn and their log-probs kept by this library, in the place of vLLM's sampler: that makes log-probs
+    nearly free, and a draw depend on the request's seed and the token's place alone. They take 4 bytes for each of
+    ``max_num_seqs * max_model_len`` tokens.
+
+    One engine drives one device. On a GPU it sleeps if ``engine_args`` holds ``enable_sleep_mode=True``. On a CPU that
+    it shares with other processes, start its process with ``OMP_WAIT_POLICY=PASSIVE``.
 
     Args:
         config: ``engine_args`` are further arguments of ``vllm.EngineArgs``.
@@ -68,6 +77,14 @@ class VLLMEngine(ThreadedEngine):
         self, config: EngineConfig, *, digest: DigestFunction | None = None, writer: Writer | None = None
     ) -> None:
         super().__init__(partial(_VLLMBackend, config), config, digest=digest, writer=writer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    internal: str
+    """The id that vLLM has made of the key."""
+    known: int
+    """Tokens of the prompt, and of the response that is continued."""
 
 
 class _VLLMBackend:
@@ -101,8 +118,7 @@ class _VLLMBackend:
         hf_config = read_config(config.model)
         dtype = str(resolve_dtype(config.dtype, hf_config, config.device)).removeprefix("torch.")
         self.manifest: Manifest = read_manifest(hf_config)
-        longest = config.max_model_len or hf_config.get_text_config().max_position_embeddings
-        arguments = _arguments(config, dtype=dtype, eager=eager, longest=longest)
+        arguments = _arguments(config, dtype=dtype, eager=eager)
         try:
             self._engine = versions.start(arguments)
         except ValueError as error:
@@ -113,12 +129,21 @@ class _VLLMBackend:
         self._weights_held = 0
         """How many sets of weights it has had before these."""
         self._parameters: Mapping[str, Tensor] | None = None
+        self._added: dict[int, _Added] = {}
+        self._preemptions = versions.count_preemptions(self._engine)
+        self._held = 0
+        """Preemptions that were ours: of requests that were held while the weights changed."""
         model_config = self._engine.model_config
+        head = model_config.get_vocab_size()
+        vocab_size = min(config.vocab_size or head, head)
+        self._recorder = self._record(config, vocab_size, model_config.max_model_len)
+        if self._recorder is None and vocab_size < head:
+            raise ValueError(f"vocab_size {vocab_size} of {head}: only the engine's own sampler can leave ids out")
         self.info = EngineInfo(
             engine="vllm",
             engine_version=versions.version(),
             model=config.model,
-            vocab_size=model_config.get_vocab_size(),
+            vocab_size=vocab_size,
             max_model_len=model_config.max_model_len,
             dtype=dtype,
             device=config.device,
@@ -126,52 +151,93 @@ class _VLLMBackend:
             can_write=config.device == "cuda" and model_config.quantization is None,
         )
 
+    def _record(self, config: EngineConfig, vocab_size: int, max_model_len: int) -> Recorder | None:
+        """Draw in vLLM's place; None if it draws elsewhere than in a sampler of this process."""
+        from drivetrain_rollout._vllm_sampler import Recorder
+
+        if self._engine.vllm_config.speculative_config is not None:
+            log.warning("vLLM draws itself with speculative decoding: seeds and log-probs are its own, and slower")
+            return None
+        return Recorder(
+            versions.model_runner(self._engine),
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+
     def add(self, key: int, request: GenerateRequest) -> None:
         from vllm.inputs import tokens_input
 
-        self._engine.add_request(
-            str(key),
-            # What the prefix cache holds of other weights is never found, and makes room when room is needed.
-            tokens_input(list(request.prompt_token_ids), cache_salt=str(self._weights_held)),
-            _sampling_params(request.sampling),
-        )
+        before = () if request.continued is None else request.continued.response_token_ids
+        token_ids = [*request.prompt_token_ids, *before]
+        # What the prefix cache holds of other weights is never found, and makes room when room is needed.
+        prompt = tokens_input(token_ids, cache_salt=str(self._weights_held))
+        params = _sampling_params(request.sampling, before=len(before), recorded=self._recorder is not None)
+        internal = self._engine.add_request(str(key), prompt, params)
+        self._added[key] = _Added(internal, len(token_ids))
+        if self._recorder is not None:
+            self._recorder.add(internal, request.sampling)
 
     def abort(self, key: int) -> None:
         self._engine.abort_request([str(key)])
+        self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        added = self._added.pop(key)
+        if self._recorder is not None:
+            self._recorder.remove(added.internal)
 
     def step(self) -> list[Sampled]:
-        ended = []
-        for output in self._engine.step():
-            if output.finished:
-                [sample] = output.outputs
-                token_ids = list(sample.token_ids)
-                ended.append(
-                    Sampled(
-                        key=int(output.request_id),
-                        token_ids=token_ids,
-                        logprobs=sampled_logprobs(token_ids, sample.logprobs),
-                        finish_reason=str(sample.finish_reason),
-                    )
-                )
-        return ended
+        return self._ended(self._engine.step())
 
     def drain(self) -> list[Sampled]:
-        return []
+        return self._ended(versions.drain(self._engine))
+
+    def _ended(self, outputs: Iterable[Any]) -> list[Sampled]:
+        ended = []
+        for output in outputs:
+            key = int(output.request_id)
+            if output.finished and key in self._added:
+                [sample] = output.outputs
+                ended.append(self._sampled(key, list(sample.token_ids), sample.logprobs, str(sample.finish_reason)))
+                self._forget(key)
+        return ended
 
     def progress(self, keys: Sequence[int]) -> list[Sampled]:
         states = self._engine.output_processor.request_states
         found = []
         for key in keys:
-            token_ids = list(states[str(key)].detokenizer.output_token_ids)
-            logprobs = sampled_logprobs(token_ids, states[str(key)].logprobs_processor.logprobs)
-            found.append(Sampled(key=key, token_ids=token_ids, logprobs=logprobs, finish_reason="abort"))
+            state = states[self._added[key].internal]
+            token_ids = list(state.detokenizer.output_token_ids)
+            found.append(self._sampled(key, token_ids, state.logprobs_processor.logprobs, "abort"))
         return found
 
+    def _sampled(self, key: int, token_ids: list[int], logprobs: Any, finish_reason: str) -> Sampled:
+        added = self._added[key]
+        if self._recorder is None:
+            values = sampled_logprobs(token_ids, logprobs)
+        else:
+            values = self._recorder.logprobs(added.internal, added.known, len(token_ids))
+        return Sampled(key=key, token_ids=token_ids, logprobs=values, finish_reason=finish_reason)
+
     def usage(self) -> Usage:
-        return Usage()
+        scheduler = versions.scheduler(self._engine)
+        return Usage(
+            waiting=scheduler.get_request_counts()[1],
+            kv_cache_usage=scheduler.kv_cache_manager.usage,
+            preemptions=self._preemptions() - self._held,
+        )
+
+    def _weights_change(self) -> None:
+        """What is held computes its KV cache anew, and what comes later does not find the old one."""
+        self._weights_held += 1
+        if self._added:
+            before = self._preemptions()
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._held += self._preemptions() - before
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self._weights_held += 1
+        self._weights_change()
         self._parameters = None  # it may put other tensors in their place
         versions.load_weights(self._engine, tensors.items())
 
@@ -181,7 +247,7 @@ class _VLLMBackend:
         return self._parameters
 
     def write(self, act: Callable[[], str]) -> str:
-        self._weights_held += 1
+        self._weights_change()
         return versions.write_weights(act)
 
     def sleep(self, level: int) -> None:
@@ -198,7 +264,7 @@ class _VLLMBackend:
             _process.release()
 
 
-def _arguments(config: EngineConfig, *, dtype: str, eager: bool, longest: int) -> dict[str, Any]:
+def _arguments(config: EngineConfig, *, dtype: str, eager: bool) -> dict[str, Any]:
     """Arguments of ``vllm.EngineArgs``."""
     for name in config.engine_args:
         if name in OWNED_ARGUMENTS:
@@ -226,29 +292,32 @@ def _arguments(config: EngineConfig, *, dtype: str, eager: bool, longest: int) -
         if config.engine_args.get("enable_sleep_mode"):
             raise ValueError("engine_args may not set 'enable_sleep_mode' on a CPU: there is no memory to give back")
         arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        # A seed and a prompt prefilled in pieces end the engine: "CPU Generator does not use offset".
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(4096, longest, config.max_num_seqs)
     return arguments | config.engine_args
 
 
-def _sampling_params(sampling: SamplingParams) -> Any:
+def _sampling_params(sampling: SamplingParams, *, before: int, recorded: bool) -> Any:
+    """vLLM's own, of a request that continues ``before`` tokens; ``recorded``: a Recorder draws."""
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
+    drawn: dict[str, Any] = {}
+    if not recorded:
+        drawn = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": sampling.seed,
+            "logprobs": 0,  # of the sampled token alone
+            "flat_logprobs": True,  # a list of floats instead of a dict for each token
+        }
     return vllm.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens - before,
         stop_token_ids=list(sampling.stop_token_ids),
-        seed=sampling.seed,
         ignore_eos=True,  # nothing but stop_token_ids ends a response
-        logprobs=0,  # of the sampled token alone
-        flat_logprobs=True,  # a list of floats instead of a dict for each token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
+        **drawn,
     )
 
 
