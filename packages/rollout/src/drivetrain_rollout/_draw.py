@@ -8,7 +8,7 @@ Shapes: B rows, one token is drawn of each; V logits in a row, cut into N blocks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,9 @@ class Settings:
         )
 
 
-def draw(logits: Tensor, settings: Settings, positions: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, settings: Settings, positions: Tensor, *, cut: Callable[..., Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw a token of each row.
 
     By the inverse of the cumulated probabilities, in two steps: first a block, then a token in it. So a row is read
@@ -73,6 +75,7 @@ def draw(logits: Tensor, settings: Settings, positions: Tensor) -> tuple[Tensor,
         logits: [B, V], of any floating dtype; sums are taken in float32.
         settings: how.
         positions: [B], int64: the drawn token's index in its sequence.
+        cut: another ``cut_logits``, which may change what it is given in place.
 
     Returns:
         Token ids [B], int64, and [B], float32, the log-probability of each under the distribution it was drawn from:
@@ -83,37 +86,47 @@ def draw(logits: Tensor, settings: Settings, positions: Tensor) -> tuple[Tensor,
     """
     temperature = settings.temperature
     if settings.top_k is not None or settings.top_p is not None:
-        logits = processed_logprobs(logits.float(), temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
+        logits = (cut or cut_logits)(logits.float() / temperature[:, None], settings.top_k, settings.top_p)
         temperature = torch.ones_like(temperature)
+    if logits.is_cuda and (kernels := _kernels()) is not None:
+        found: tuple[Tensor, Tensor] = kernels(logits, temperature, settings, positions, width=WIDTH, bits=BITS)
+        return found
+    return _draw_rows(logits, temperature, settings, positions)
+
+
+def _draw_rows(logits: Tensor, temperature: Tensor, settings: Settings, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as ``_draw_kernels.draw_rows``."""
     sums = _block_sums(logits, temperature)
     total = sums.logsumexp(dim=-1)
     first, second = uniforms(settings.seeds, positions)
-    block = _below((sums - total[:, None]).exp(), first)
+    block = _fall((sums - total[:, None]).exp(), first)
     index = block[:, None] * WIDTH + torch.arange(WIDTH, device=logits.device)
-    inside = index < logits.shape[1]
     scaled = logits.gather(1, index.clamp(max=logits.shape[1] - 1)).float() / temperature[:, None]
-    scaled = scaled.masked_fill(~inside, float("-inf"))
-    within = _below((scaled - sums.gather(1, block[:, None])).exp(), second)
+    scaled = scaled.masked_fill(index >= logits.shape[1], float("-inf"))
+    within = _fall((scaled - sums.gather(1, block[:, None])).exp(), second)
     tokens = block * WIDTH + within
     values = scaled.gather(1, within[:, None])[:, 0]
     if settings.greedy is not None:
         likeliest = logits.argmax(dim=-1)
-        tokens = torch.where(settings.greedy, likeliest, tokens)
         highest = logits.gather(1, likeliest[:, None])[:, 0].float() / temperature
+        tokens = torch.where(settings.greedy, likeliest, tokens)
         values = torch.where(settings.greedy, highest, values)
     return tokens, values - total
 
 
-def _below(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Of each row, the index that a uniform number falls on when the row's weights [B, N] lie end to end. [B]."""
+def _fall(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Of each row, the index that a uniform number falls on when the row's weights [B, N] lie end to end. [B].
+
+    A sum in parallel need not rise from one index to the next, by rounding: so what has no weight is passed over.
+    """
     ends = weights.cumsum(dim=-1)
-    return (ends <= uniform[:, None] * ends[:, -1:]).sum(dim=-1).clamp(max=weights.shape[1] - 1)
+    some = weights > 0
+    target = uniform * ends.masked_fill(~some, 0.0).amax(dim=-1)
+    return (some & (ends > target[:, None])).int().argmax(dim=-1)
 
 
 def _block_sums(logits: Tensor, temperature: Tensor) -> Tensor:
     """log sum exp(logits / temperature) of each block, [B, N], float32."""
-    if logits.is_cuda and (kernel := _kernel()) is not None:
-        return kernel(logits, temperature, WIDTH)
     whole = logits.shape[1] // WIDTH * WIDTH
     parts = []
     if whole:
@@ -149,50 +162,33 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def processed_logprobs(
-    logits: Tensor, *, temperature: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None
-) -> Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from, -inf for tokens that were cut away.
-
-        log softmax(logits / temperature), first over the top_k likeliest tokens, then over the smallest set of those
-        whose probability reaches top_p
+def cut_logits(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Leave the top_k likeliest tokens, and of those the smallest set whose probability reaches top_p.
 
     Args:
-        logits: [B, V], float32.
-        temperature: [B], above 0.
+        logits: [B, V], float32, already over the temperature.
         top_k: [B], int64, V keeps all; None: as V. Tokens as likely as the last that is kept are kept too.
         top_p: [B], float32, 1 keeps all; None: as 1.
 
     Returns:
-        [B, V], float32.
+        [B, V], -inf for tokens that were cut away.
     """
-    logits = logits / temperature[:, None]
-    if top_k is not None or top_p is not None:
-        values, order = logits.sort(dim=-1, descending=True)
-        if top_k is not None:
-            values = values.masked_fill(values < values.gather(1, top_k[:, None] - 1), float("-inf"))
-        if top_p is not None:
-            probs = values.softmax(dim=-1)
-            before = probs.cumsum(dim=-1) - probs
-            cut = (before >= top_p[:, None]) & (top_p[:, None] < 1)
-            cut[:, 0] = False
-            values = values.masked_fill(cut, float("-inf"))
-        logits = torch.empty_like(logits).scatter_(1, order, values)
-    return logits.log_softmax(dim=-1)
+    values, order = logits.sort(dim=-1, descending=True)
+    if top_k is not None:
+        values = values.masked_fill(values < values.gather(1, top_k[:, None] - 1), float("-inf"))
+    if top_p is not None:
+        probs = values.softmax(dim=-1)
+        before = probs.cumsum(dim=-1) - probs
+        cut = (before >= top_p[:, None]) & (top_p[:, None] < 1)
+        cut[:, 0] = False
+        values = values.masked_fill(cut, float("-inf"))
+    return torch.empty_like(logits).scatter_(1, order, values)
 
 
-def _kernel():  # type: ignore[no-untyped-def]
-    """The same in one pass over the logits on a GPU, where Triton is installed; else None."""
-    global _found
-    if _found is _UNKNOWN:
-        try:
-            from drivetrain_rollout._block_sums import block_sums
-        except ImportError:
-            _found = None
-        else:
-            _found = block_sums
-    return _found
-
-
-_UNKNOWN = object()
-_found = _UNKNOWN
+def _kernels() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The kernels for a GPU, where Triton is installed."""
+    try:
+        from drivetrain_rollout._draw_kernels import draw_rows
+    except ImportError:
+        return None
+    return draw_rows

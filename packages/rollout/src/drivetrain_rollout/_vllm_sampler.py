@@ -38,6 +38,8 @@ class Recorder:
     """
 
     def __init__(self, runner: Any, *, vocab_size: int, max_model_len: int, max_num_seqs: int) -> None:
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
         self._original: Callable[..., Any] = runner.sampler.sample
         names = list(inspect.signature(self._original).parameters)
         if "sampling_metadata" in names:
@@ -57,6 +59,8 @@ class Recorder:
         self._slots: dict[str, int] = {}
         self._free = list(range(max_num_seqs))
         self._table = self._empty(max_num_seqs)
+        # vLLM's own has a kernel on a GPU; on a CPU there is nothing faster than ours.
+        self._cut = apply_top_k_top_p if self._device.type == "cuda" else None
         self._reader = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._last_ids: list[str] = []
         self._last: tuple[Tensor, Settings]
@@ -92,7 +96,7 @@ class Recorder:
         if not all(request_id in self._samplings for request_id in rows.ids):
             return self._original(logits, *arguments, **options)  # a trial run of vLLM's own
         slots, settings = self._prepared(rows.ids)
-        tokens, logprobs = draw(logits[:, : self._vocab_size], settings, rows.positions)
+        tokens, logprobs = draw(logits[:, : self._vocab_size], settings, rows.positions, cut=self._cut)
         columns = torch.where(rows.kept, rows.positions, self._width)
         self._table[slots, columns] = logprobs
         return rows.answer(tokens)
