@@ -1,9 +1,11 @@
 """Engines that sample from a policy: token ids in, token ids and log-probs out, with verified weights.
 
 Engines live in modules of their own, which import what they drive: ``drivetrain_rollout.vllm`` and
-``drivetrain_rollout.transformers`` in this process, ``drivetrain_rollout.remote`` in another.
+``drivetrain_rollout.transformers`` in this process, ``drivetrain_rollout.remote`` in another. ``EnginePool`` makes one
+engine of many.
 """
 
+from drivetrain_rollout.control import AdaptiveBatch, LimitConfig, SawtoothLimit
 from drivetrain_rollout.engine import (
     DigestFunction,
     EngineConfig,
@@ -19,6 +21,8 @@ from drivetrain_rollout.engine import (
     WeightWrite,
     Writer,
 )
+from drivetrain_rollout.pool import EnginePool, MemberInfo, PoolConfig
+from drivetrain_rollout.seeds import derive_seed
 from drivetrain_rollout.types import (
     Chunk,
     Completion,
@@ -32,21 +36,27 @@ from drivetrain_rollout.types import (
 )
 
 __all__ = [
+    "AdaptiveBatch",
     "Chunk",
     "Completion",
     "DigestFunction",
     "EngineConfig",
     "EngineInfo",
     "EngineMetrics",
+    "EnginePool",
     "FinishReason",
     "GenerateRequest",
+    "LimitConfig",
+    "MemberInfo",
     "PauseMode",
+    "PoolConfig",
     "RequestError",
     "RequestErrorReason",
     "Rollout",
     "RolloutEngine",
     "RolloutGroup",
     "SamplingParams",
+    "SawtoothLimit",
     "Timings",
     "VersionSpan",
     "WeightUpdate",
@@ -54,4 +64,5 @@ __all__ = [
     "WeightsRefused",
     "WeightsState",
     "Writer",
+    "derive_seed",
 ]

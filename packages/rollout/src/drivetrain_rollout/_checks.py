@@ -157,6 +157,17 @@ def joined_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
     return tuple(found)
 
 
+def after(spans: Iterable[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
+    """The spans without their first ``tokens``."""
+    found = []
+    for span in spans:
+        cut = min(tokens, span.tokens)
+        tokens -= cut
+        if cut < span.tokens:
+            found.append(VersionSpan(span.policy_version, span.tokens - cut))
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The tensors that a complete set of weights consists of."""

@@ -130,7 +130,7 @@ def _block_sums(logits: Tensor, temperature: Tensor) -> Tensor:
     whole = logits.shape[1] // WIDTH * WIDTH
     parts = []
     if whole:
-        blocks = logits[:, :whole].unflatten(1, (-1, WIDTH)).float() / temperature[:, None, None]
+        blocks = logits[:, :whole].view(len(logits), -1, WIDTH).float() / temperature[:, None, None]
         parts.append(blocks.logsumexp(dim=-1))
     if whole < logits.shape[1]:
         rest = logits[:, whole:].float() / temperature[:, None]

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """``_draw`` on a GPU: two Triton kernels, so that a step costs two launches and reads its logits once."""
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _sum_blocks(  # type: ignore[no-untyped-def]
+def _sum_blocks(
     logits, row_stride, temperature, sums, highest, likeliest, length, blocks, WIDTH: tl.constexpr, GREEDY: tl.constexpr
 ):
     """Of each row and block: log sum exp; if GREEDY, the highest value and its column too."""
@@ -34,7 +35,7 @@ def _sum_blocks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _splitmix(x):  # type: ignore[no-untyped-def]
+def _splitmix(x):
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -42,7 +43,7 @@ def _splitmix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fall(weights, uniform, index):  # type: ignore[no-untyped-def]
+def _fall(weights, uniform, index):
     """See ``_draw._fall``."""
     ends = tl.cumsum(weights, axis=0)
     some = weights > 0
@@ -52,7 +53,7 @@ def _fall(weights, uniform, index):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _draw_rows(  # type: ignore[no-untyped-def]
+def _draw_rows(
     logits, row_stride, temperature, seeds, positions, greedy, sums, highest, likeliest, tokens, logprobs,
     length, blocks, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip

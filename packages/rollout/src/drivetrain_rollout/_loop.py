@@ -22,7 +22,7 @@ import msgspec
 
 from drivetrain_rollout._backend import Backend, Sampled
 from drivetrain_rollout._changes import Changes
-from drivetrain_rollout._checks import completion, joined_spans, most_tokens
+from drivetrain_rollout._checks import after, completion, joined_spans, most_tokens
 from drivetrain_rollout._jobs import Abort, Barrier, Close, End, Generate, Job, Pause, Question, settle, tell
 from drivetrain_rollout.engine import (
     DigestFunction,
@@ -350,17 +350,6 @@ class EngineLoop:
             return self._backend.progress(list(self._running))
         except Exception:  # noqa: BLE001 - of a broken backend; then nothing is known of what it had sampled
             return []
-
-
-def after(spans: Iterable[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
-    """The spans without their first ``tokens``."""
-    found = []
-    for span in spans:
-        cut = min(tokens, span.tokens)
-        tokens -= cut
-        if cut < span.tokens:
-            found.append(VersionSpan(span.policy_version, span.tokens - cut))
-    return tuple(found)
 
 
 def _is_full(request: GenerateRequest, max_model_len: int) -> bool:

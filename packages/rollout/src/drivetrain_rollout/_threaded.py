@@ -16,7 +16,8 @@ import msgspec
 from drivetrain_rollout._backend import Backend
 from drivetrain_rollout._checks import check_request
 from drivetrain_rollout._jobs import Abort, Barrier, Close, Follower, Generate, Pause, Question, Reply
-from drivetrain_rollout._loop import EngineLoop, after
+from drivetrain_rollout._loop import EngineLoop
+from drivetrain_rollout._streams import stream_of
 from drivetrain_rollout.engine import (
     DigestFunction,
     EngineConfig,
@@ -94,26 +95,8 @@ class ThreadedEngine(RolloutEngine):
         self._check(request)
         follower = Follower(every)
         answer = asyncio.ensure_future(self._answer(Generate(request, follower=follower)))
-        told = 0 if request.continued is None else len(request.continued.response_token_ids)
-        try:
-            while not answer.done() or not follower.chunks.empty():
-                chunk = asyncio.ensure_future(follower.chunks.get())
-                await asyncio.wait((chunk, answer), return_when=asyncio.FIRST_COMPLETED)
-                if chunk.done():
-                    told += len(chunk.result().response_token_ids)
-                    yield chunk.result()
-                else:
-                    chunk.cancel()
-            completion = answer.result()
-        finally:
-            answer.cancel()
-        yield Chunk(
-            request_id=request.request_id,
-            response_token_ids=completion.response_token_ids[told:],
-            rollout_logprobs=completion.rollout_logprobs[told:],
-            version_spans=after(completion.version_spans, told),
-            completion=completion,
-        )
+        async for chunk in stream_of(request, answer, follower.chunks):
+            yield chunk
 
     def _check(self, request: GenerateRequest) -> None:
         try:

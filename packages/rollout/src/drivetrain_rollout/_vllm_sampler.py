@@ -61,7 +61,7 @@ class Recorder:
         self._table = self._empty(max_num_seqs)
         # vLLM's own has a kernel on a GPU; on a CPU there is nothing faster than ours.
         self._cut = apply_top_k_top_p if self._device.type == "cuda" else None
-        self._reader = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._reader = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._last_ids: list[str] = []
         self._last: tuple[Tensor, Settings]
         runner.sampler.sample = self._sample
@@ -86,9 +86,9 @@ class Recorder:
             return []
         values = self._table[self._slots[request_id], start : start + count]
         if self._reader is None:
-            return values.tolist()  # type: ignore[no-any-return]
+            return values.tolist()
         with torch.cuda.stream(self._reader):  # the step that is under way now goes on
-            return values.tolist()  # type: ignore[no-any-return]
+            return values.tolist()
 
     def _sample(self, logits: Tensor, *arguments: Any, **options: Any) -> Any:
         """In the place of the sampler's own ``sample``."""
