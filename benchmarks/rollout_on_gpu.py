@@ -119,6 +119,7 @@ def serve_bare(work: Work, folder: str) -> Callable[[str, int], dict[str, Any]]:
 def serve_ours(work: Work, folder: str) -> Callable[[str, int], dict[str, Any]]:
     from drivetrain_rollout import (
         EngineConfig,
+        EnginePool,
         GenerateRequest,
         RolloutEngine,
         SamplingParams,
@@ -141,11 +142,7 @@ def serve_ours(work: Work, folder: str) -> Callable[[str, int], dict[str, Any]]:
         ),
         writer=Nudge(),
     )
-    try:
-        from drivetrain_rollout import EnginePool
-        pool = EnginePool([engine])
-    except ImportError:
-        pool = engine
+    pool = EnginePool([engine])
     engines: dict[str, RolloutEngine] = {"ours": engine, "pool": pool}
     loop = asyncio.new_event_loop()
     sampling = SamplingParams(max_tokens=work.response_tokens)
@@ -224,8 +221,9 @@ def serve_generate(work: Work, folder: str) -> Callable[[str, int], dict[str, An
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, work.dtype))
-    model = model.to(work.device).eval()
+    with torch.device(work.device):
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, work.dtype)).eval()
     batch = work.prompts // 4
 
     def answer(kind: str, count: int) -> dict[str, Any]:
@@ -306,11 +304,12 @@ def measure(work: Work, folder: str, arguments: argparse.Namespace) -> None:
 
     Qwen2Config(architectures=["Qwen2ForCausalLM"], **work.shape).save_pretrained(folder)
     children: dict[str, Child] = {}
+    start = time.perf_counter()
     try:
         for role in ROLES:
             children[role] = Child(role, folder, tiny=arguments.tiny)
             children[role].hear()
-            print(f"{role} is up", flush=True)
+            print(f"{role} is up, {time.perf_counter() - start:.0f} s", flush=True)
         seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for count in range(arguments.rounds + 1):
             for kind, role in KINDS.items():

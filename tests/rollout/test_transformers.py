@@ -17,7 +17,7 @@ from drivetrain_rollout.testing import (
     sha256_digest,
     write_tiny_model,
 )
-from drivetrain_rollout.transformers import TransformersEngine, processed_logprobs
+from drivetrain_rollout.transformers import TransformersEngine
 from transformers import MistralConfig, MistralForCausalLM
 
 DEADLINE = 60.0
@@ -135,25 +135,6 @@ def test_a_sliding_window_sees_the_right_tokens_beside_longer_prompts(tmp_path):
     found = sample(engine, PROMPTS, max_tokens=10)
     run(engine.close())
     assert worst(found, reference_logprobs(tmp_path, found, temperature=1.0)) < 1e-4
-
-
-def test_processed_logprobs_by_hand():
-    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    logits = probs.log().repeat(5, 1)
-    found = processed_logprobs(
-        logits, temperature=[1.0, 1.0, 1.0, 0.5, 0.0], top_k=[0, 2, 0, 0, 1], top_p=[1.0, 1.0, 0.6, 1.0, 0.1]
-    ).exp()
-    squares = probs**2 / (probs**2).sum()
-    expected = torch.stack(
-        [
-            probs,
-            torch.tensor([0.625, 0.375, 0.0, 0.0]),
-            torch.tensor([0.625, 0.375, 0.0, 0.0]),  # 0.5 does not reach 0.6, so 0.3 is kept as well
-            squares,
-            probs,
-        ]
-    )
-    torch.testing.assert_close(found, expected)
 
 
 def test_top_k_and_top_p_never_draw_what_was_cut(subject):

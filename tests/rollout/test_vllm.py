@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from drivetrain_rollout import Completion, EngineConfig, GenerateRequest, SamplingParams, WeightUpdate
-from drivetrain_rollout._draw import processed_logprobs
+from drivetrain_rollout._draw import cut_logits
 from drivetrain_rollout.remote import RemoteEngine
 from drivetrain_rollout.testing import (
     CONTRACT,
@@ -117,9 +117,7 @@ def test_logprobs_are_of_what_top_k_and_top_p_left(models, subject):
     model = AutoModelForCausalLM.from_pretrained(models[0])
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1:]
-    expected = processed_logprobs(
-        logits, temperature=torch.tensor([0.8]), top_k=torch.tensor([9]), top_p=torch.tensor([0.7])
-    )[0]
+    expected = cut_logits(logits / 0.8, torch.tensor([9]), torch.tensor([0.7]))[0].log_softmax(-1)
     drawn = {completion.response_token_ids[0]: completion.rollout_logprobs[0] for completion in found}
     assert 1 < len(drawn) <= 9
     assert all(abs(logprob - expected[token].item()) < 1e-4 for token, logprob in drawn.items())

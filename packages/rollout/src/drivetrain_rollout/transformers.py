@@ -9,21 +9,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drivetrain_rollout._backend import Sampled, Usage
-from drivetrain_rollout._checks import Manifest
+from drivetrain_rollout._checks import Manifest, most_tokens
 from drivetrain_rollout._threaded import ThreadedEngine
 from drivetrain_rollout.engine import DigestFunction, EngineConfig, EngineInfo, Writer
 from drivetrain_rollout.types import GenerateRequest
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from drivetrain_rollout._draw import Settings
 
 
 class TransformersEngine(ThreadedEngine):
-    """Samples from a transformers model with a KV cache, in batches of whatever is waiting.
+    """Samples from a transformers model with a KV cache, one token of every running response in a step.
 
-    A batch of up to ``max_num_seqs`` requests is sampled until its last response ends; requests that come meanwhile
-    make the next one. It shares torch's settings with its process and changes none. It does not sleep.
+    Up to ``max_num_seqs`` responses run at once. Requests that come join them, where the model's cache holds all
+    tokens; with sliding windows, or states that are no cache, they wait until the running responses have ended. It
+    shares torch's settings with its process and changes none. It does not sleep.
 
     Args:
         config: ``engine_args`` are further arguments of ``AutoModelForCausalLM.from_pretrained``.
@@ -50,10 +52,28 @@ class TransformersEngine(ThreadedEngine):
 class _Row:
     key: int
     request: GenerateRequest
+    known: tuple[int, ...]
+    """Tokens of the prompt, and of the response that is continued."""
     longest: int
-    generator: torch.Generator | None
+    """Most tokens to sample."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it has ended, if it has."""
+        if self.token_ids[-1] in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.longest else None
+
+    def told(self, finish_reason: str) -> Sampled:
+        """What was sampled for it."""
+        return Sampled(
+            key=self.key,
+            token_ids=list(self.token_ids),
+            logprobs=list(self.logprobs),
+            finish_reason=finish_reason,
+        )
 
 
 @dataclass(slots=True)
@@ -61,6 +81,7 @@ class _Batch:
     """B rows being sampled, L slots of each in the cache, prompts padded on the left."""
 
     rows: list[_Row]
+    settings: Settings
     cache: Any
     input_ids: Tensor
     """What the model reads next: the prompts at first, then the tokens sampled last. [B, L] or [B, 1]."""
@@ -86,16 +107,16 @@ class _TransformersBackend:
         )
         self._model = model.to(config.device).eval()
         self._device = torch.device(config.device)
-        self._generator = torch.Generator(self._device).manual_seed(config.seed)
         self._max_num_seqs = config.max_num_seqs
-        self._waiting: deque[tuple[int, GenerateRequest]] = deque()
+        self._waiting: deque[_Row] = deque()
         self._batch: _Batch | None = None
+        head = model.get_output_embeddings().weight.shape[0]
         self.manifest: Manifest = manifest_of(model)
         self.info = EngineInfo(
             engine="transformers",
             engine_version=str(transformers.__version__),
             model=config.model,
-            vocab_size=model.get_output_embeddings().weight.shape[0],
+            vocab_size=min(config.vocab_size or head, head),
             max_model_len=config.max_model_len or hf_config.get_text_config().max_position_embeddings,
             dtype=str(dtype).removeprefix("torch."),
             device=config.device,
@@ -104,22 +125,38 @@ class _TransformersBackend:
         )
 
     def add(self, key: int, request: GenerateRequest) -> None:
-        self._waiting.append((key, request))
+        before = () if request.continued is None else request.continued.response_token_ids
+        longest = most_tokens(request, self.info.max_model_len) - len(before)
+        self._waiting.append(_Row(key, request, request.prompt_token_ids + before, longest))
 
     def abort(self, key: int) -> None:
-        self._waiting = deque(item for item in self._waiting if item[0] != key)
+        self._waiting = deque(row for row in self._waiting if row.key != key)
         if self._batch is not None:
-            self._keep([row.key != key for row in self._batch.rows])
+            self._batch = self._kept(self._batch, [row.key != key for row in self._batch.rows])
 
     def step(self) -> list[Sampled]:
-        """Sample one token of every row."""
+        """Sample the first token of what joins, or the next one of every row."""
+        batch = self._batch
+        if self._waiting and (batch is None or self._takes_more(batch)):
+            new, ended = self._advance(self._next_batch(0 if batch is None else len(batch.rows)))
+            self._batch = batch if new is None else new if batch is None else self._merged(batch, new)
+            return ended
+        if batch is None:
+            return []
+        self._batch, ended = self._advance(batch)
+        return ended
+
+    def _takes_more(self, batch: _Batch) -> bool:
+        from transformers.cache_utils import DynamicLayer
+
+        return len(batch.rows) < self._max_num_seqs and all(type(layer) is DynamicLayer for layer in batch.cache.layers)
+
+    def _advance(self, batch: _Batch) -> tuple[_Batch | None, list[Sampled]]:
+        """Sample a token of every row; what is left of the batch, and what ended."""
         import torch
 
-        if self._batch is None:
-            if not self._waiting:
-                return []
-            self._batch = self._next_batch()
-        batch = self._batch
+        from drivetrain_rollout._draw import draw
+
         with torch.inference_mode():
             output = self._model(
                 input_ids=batch.input_ids,
@@ -129,102 +166,112 @@ class _TransformersBackend:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            tokens, logprobs = self._sample(output.logits[:, -1].float(), batch.rows)
+            next_positions = batch.positions[:, -1:] + 1
+            logits = output.logits[:, -1, : self.info.vocab_size].float()
+            tokens, logprobs = draw(logits, batch.settings, next_positions[:, 0])
             batch.input_ids = tokens[:, None]
-            batch.positions = batch.positions[:, -1:] + 1
+            batch.positions = next_positions
             batch.attention_mask = torch.cat([batch.attention_mask, torch.ones_like(batch.input_ids)], dim=1)
         ended = []
         for row, token, logprob in zip(batch.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
-            if reason := _finish_reason(row):
-                ended.append(Sampled(key=row.key, token_ids=row.token_ids, logprobs=row.logprobs, finish_reason=reason))
-        if ended:
-            self._keep([_finish_reason(row) is None for row in batch.rows])
-        return ended
+            if reason := row.finish_reason:
+                ended.append(row.told(reason))
+        return self._kept(batch, [row.finish_reason is None for row in batch.rows]), ended
 
     def drain(self) -> list[Sampled]:
-        return []
+        return []  # a step completes what it begins
 
     def progress(self, keys: Sequence[int]) -> list[Sampled]:
-        rows = {row.key: row for row in self._batch.rows} if self._batch is not None else {}
-        found = []
-        for key in keys:
-            token_ids, logprobs = (rows[key].token_ids, rows[key].logprobs) if key in rows else ([], [])
-            found.append(Sampled(key=key, token_ids=list(token_ids), logprobs=list(logprobs), finish_reason="abort"))
-        return found
+        running = [] if self._batch is None else self._batch.rows
+        rows = {row.key: row for row in (*self._waiting, *running)}
+        return [rows[key].told("abort") for key in keys]
 
     def usage(self) -> Usage:
         return Usage(waiting=len(self._waiting))
 
-    def _next_batch(self) -> _Batch:
+    def _next_batch(self, running: int) -> _Batch:
         import torch
         from transformers import DynamicCache
 
         rows: list[_Row] = []
-        while self._waiting and len(rows) < self._max_num_seqs:
-            key, request = self._waiting.popleft()
-            sampling = request.sampling
-            seeded = None if sampling.seed is None else torch.Generator(self._device).manual_seed(sampling.seed)
-            room = self.info.max_model_len - len(request.prompt_token_ids)
-            rows.append(_Row(key, request, longest=min(sampling.max_tokens, room), generator=seeded))
-        width = max(len(row.request.prompt_token_ids) for row in rows)
-        padding = [width - len(row.request.prompt_token_ids) for row in rows]
-        prompts = [[0] * pad + list(row.request.prompt_token_ids) for row, pad in zip(rows, padding, strict=True)]
+        while self._waiting and running + len(rows) < self._max_num_seqs:
+            rows.append(self._waiting.popleft())
+        known = [[*row.known, *row.token_ids] for row in rows]
+        width = max(map(len, known))
+        padding = [width - len(token_ids) for token_ids in known]
+        inputs = [[0] * pad + token_ids for token_ids, pad in zip(known, padding, strict=True)]
         columns = torch.arange(width, device=self._device)
         positions = columns - torch.tensor(padding, device=self._device)[:, None]
         return _Batch(
             rows=rows,
+            settings=self._settings(rows),
             cache=DynamicCache(config=self._model.config),
-            input_ids=torch.tensor(prompts, device=self._device),
+            input_ids=torch.tensor(inputs, device=self._device),
             positions=positions.clamp(min=0),
             attention_mask=(positions >= 0).long(),
         )
 
-    def _keep(self, kept: list[bool]) -> None:
-        """Drop the rows of the batch that are not kept, and the batch with its last."""
+    def _settings(self, rows: list[_Row]) -> Settings:
+        from drivetrain_rollout._draw import Settings
+
+        samplings = [row.request.sampling for row in rows]
+        return Settings.of(samplings, vocab_size=self.info.vocab_size, device=self._device)
+
+    def _kept(self, batch: _Batch, kept: list[bool]) -> _Batch | None:
+        """The rows of a batch that are kept; None if there are none."""
         import torch
 
-        batch = self._batch
-        assert batch is not None
         if all(kept):
-            return
-        batch.rows = [row for row, keep in zip(batch.rows, kept, strict=True) if keep]
-        if not batch.rows:
-            self._batch = None
-            return
+            return batch
+        rows = [row for row, keep in zip(batch.rows, kept, strict=True) if keep]
+        if not rows:
+            return None
         index = torch.tensor(kept, device=self._device).nonzero()[:, 0]
         with torch.inference_mode():
             batch.cache.batch_select_indices(index)
-            batch.input_ids = batch.input_ids[index]
-            batch.positions = batch.positions[index]
-            batch.attention_mask = batch.attention_mask[index]
+            return _Batch(
+                rows=rows,
+                settings=self._settings(rows),
+                cache=batch.cache,
+                input_ids=batch.input_ids[index],
+                positions=batch.positions[index],
+                attention_mask=batch.attention_mask[index],
+            )
 
-    def _sample(self, logits: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
-        """Token ids [B] and their log-probs [B] of logits [B, V]."""
+    def _merged(self, one: _Batch, other: _Batch) -> _Batch:
+        """Both, each padded on the left to the longer's length, less what is padding of all."""
         import torch
 
-        logprobs = processed_logprobs(
-            logits,
-            temperature=[row.request.sampling.temperature for row in rows],
-            top_k=[row.request.sampling.top_k for row in rows],
-            top_p=[row.request.sampling.top_p for row in rows],
-        )
-        # argmax of p / e with e exponential draws from p, and lets each row have a generator of its own.
-        noise = torch.empty_like(logprobs).exponential_(generator=self._generator)
-        for index, row in enumerate(rows):
-            if row.generator is not None:
-                noise[index].exponential_(generator=row.generator)
-            if row.request.sampling.temperature == 0:
-                noise[index] = 1.0
-        tokens = (logprobs.exp() / noise).argmax(dim=-1)
-        return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+        with torch.inference_mode():
+            masks = _side_by_side([one.attention_mask, other.attention_mask], dim=1)
+            unused = int((masks.sum(dim=0) == 0).sum())
+            for mine, theirs in zip(one.cache.layers, other.cache.layers, strict=True):
+                mine.keys = _side_by_side([mine.keys, theirs.keys], dim=2)[:, :, unused:]
+                mine.values = _side_by_side([mine.values, theirs.values], dim=2)[:, :, unused:]
+            rows = one.rows + other.rows
+            return _Batch(
+                rows=rows,
+                settings=self._settings(rows),
+                cache=one.cache,
+                input_ids=torch.cat([one.input_ids, other.input_ids]),
+                positions=torch.cat([one.positions, other.positions]),
+                attention_mask=masks[:, unused:],
+            )
+
+    def _begin_anew(self) -> None:
+        """What runs goes on behind its tokens, with a cache of the weights that come."""
+        if self._batch is not None:
+            self._waiting.extendleft(reversed(self._batch.rows))
+            self._batch = None
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         import torch
 
         from drivetrain_rollout._manifest import checkpoint_tensors
 
+        self._begin_anew()
         served = checkpoint_tensors(self._model)
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -236,6 +283,7 @@ class _TransformersBackend:
     def write(self, act: Callable[[], str]) -> str:
         import torch
 
+        self._begin_anew()
         with torch.no_grad():
             return act()
 
@@ -251,43 +299,14 @@ class _TransformersBackend:
         del self._model
 
 
-def _finish_reason(row: _Row) -> str | None:
-    if row.token_ids[-1] in row.request.sampling.stop_token_ids:
-        return "stop"
-    return "length" if len(row.token_ids) >= row.longest else None
-
-
-def processed_logprobs(logits: Tensor, *, temperature: list[float], top_k: list[int], top_p: list[float]) -> Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from, -inf for tokens that were cut away.
-
-        log softmax(logits / temperature), first over the top_k likeliest tokens, then over the smallest set of those
-        whose probability reaches top_p
-
-    A temperature of 0 counts as 1 here and cuts nothing, since the likeliest token is taken.
-
-    Args:
-        logits: [B, V], float32.
-        temperature: of each row; top_k: 0 keeps all tokens; top_p: 1 keeps all.
-
-    Returns:
-        [B, V].
-    """
+def _side_by_side(tensors: Sequence[Tensor], *, dim: int) -> Tensor:
+    """Along the first dimension, padded at the beginning of ``dim`` with zeros to the same length."""
     import torch
 
-    greedy = [value == 0 for value in temperature]
-    divisor = torch.tensor([1.0 if zero else value for zero, value in zip(greedy, temperature, strict=True)])
-    logits = logits / divisor.to(logits.device)[:, None]
-    vocab_size = logits.shape[-1]
-    kept = [vocab_size if zero or k == 0 else min(k, vocab_size) for zero, k in zip(greedy, top_k, strict=True)]
-    reached = [1.0 if zero else p for zero, p in zip(greedy, top_p, strict=True)]
-    if min(kept) < vocab_size or min(reached) < 1:
-        values, order = logits.sort(dim=-1, descending=True)
-        last = torch.tensor(kept, device=logits.device)[:, None] - 1
-        values = values.masked_fill(values < values.gather(1, last), float("-inf"))
-        probs = values.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs
-        limit = torch.tensor(reached, device=logits.device)[:, None]
-        cut = (before >= limit) & (limit < 1)
-        cut[:, 0] = False
-        logits = torch.empty_like(logits).scatter_(1, order, values.masked_fill(cut, float("-inf")))
-    return logits.log_softmax(dim=-1)
+    longest = max(tensor.shape[dim] for tensor in tensors)
+    padded = []
+    for tensor in tensors:
+        shape = list(tensor.shape)
+        shape[dim] = longest - shape[dim]
+        padded.append(torch.cat([tensor.new_zeros(shape), tensor], dim=dim))
+    return torch.cat(padded)
