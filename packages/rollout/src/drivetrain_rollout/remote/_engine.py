@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -67,6 +68,7 @@ class RemoteEngine(RolloutEngine):
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[GenerateRequest, asyncio.Future[Completion]]]] = {}
         self._pumps: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._refused: Counter[str] = Counter()
         self._weights = WeightsState(policy_version=0, digest=None, status="refused")
         try:
             started = peer.call(messages.Start(config=config), timeout=config.start_timeout + 60)
@@ -85,7 +87,11 @@ class RemoteEngine(RolloutEngine):
         return self._weights
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        check_request(request, self._info)
+        try:
+            check_request(request, self._info)
+        except RequestError as error:
+            self._refused[error.reason] += 1
+            raise
         if self._closed:
             raise RequestError(request.request_id, "engine_closed", "the engine is closed")
         loop = asyncio.get_running_loop()
@@ -177,7 +183,7 @@ class RemoteEngine(RolloutEngine):
     async def metrics(self) -> EngineMetrics:
         reply = await self._call(messages.Metrics(), "metrics")
         metrics: EngineMetrics = reply.metrics
-        return metrics
+        return msgspec.structs.replace(metrics, failed=dict(self._refused + Counter(metrics.failed)))
 
     async def health(self) -> None:
         await self._call(messages.Health(), "health")

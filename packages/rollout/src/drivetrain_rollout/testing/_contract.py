@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from drivetrain_rollout.engine import DigestFunction, RequestError, RolloutEngine, WeightsRefused, WeightUpdate
-from drivetrain_rollout.types import Completion, GenerateRequest, SamplingParams
+from drivetrain_rollout.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -236,6 +238,147 @@ async def check_sleep(subject: Subject) -> None:
     assert isinstance(error, RuntimeError), error
 
 
+async def check_streams(subject: Subject) -> None:
+    """Chunks are the response in order, the last one holds it whole; one that is left early is stopped."""
+    engine, request = subject.engine, _request(max_tokens=48, seed=5)
+    whole = await asyncio.wait_for(engine.generate(request), DEADLINE)
+    async with asyncio.timeout(DEADLINE):
+        chunks = [chunk async for chunk in engine.stream(request, every=0.0)]
+    completion = chunks[-1].completion
+    assert completion is not None
+    assert [chunk.completion for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert tuple(t for chunk in chunks for t in chunk.response_token_ids) == completion.response_token_ids
+    assert tuple(x for chunk in chunks for x in chunk.rollout_logprobs) == completion.rollout_logprobs
+    assert sum(span.tokens for chunk in chunks for span in chunk.version_spans) == 48
+    if engine.info.dtype == "float32":
+        assert completion.response_token_ids == whole.response_token_ids
+    stream = engine.stream(_request(max_tokens=64), every=0.0)
+    async with asyncio.timeout(DEADLINE):
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+    await _push(subject, subject.weights)  # it waits for what is running
+    [error] = await _all([anext(engine.stream(_request(()), every=0.0))])
+    assert error.reason == "empty_prompt"
+
+
+async def _begun(subject: Subject, count: int, *, temperature: float) -> list[asyncio.Task[Completion]]:
+    """Requests of which the engine has begun to sample one at least."""
+    engine = subject.engine
+    requests = [_request(max_tokens=64, temperature=temperature) for _ in range(count)]
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    async with asyncio.timeout(DEADLINE):
+        while (await engine.metrics()).running == 0 and not all(task.done() for task in tasks):
+            await asyncio.sleep(0.001)
+    return tasks
+
+
+async def check_a_pause_that_waits(subject: Subject) -> None:
+    """What was begun ends whole before the pause holds; what comes during it waits; updates need not."""
+    engine = subject.engine
+    tasks = await _begun(subject, 2, temperature=1.0)
+    await asyncio.wait_for(engine.pause("wait"), DEADLINE)
+    assert sum(task.done() for task in tasks) >= 1
+    late = asyncio.ensure_future(engine.generate(_request()))
+    version = await _push(subject, subject.other_weights)
+    assert not late.done()
+    await asyncio.wait_for(engine.resume(), DEADLINE)
+    found = await _all([*tasks, late])
+    assert [len(completion.response_token_ids) for completion in found] == [64, 64, 8]
+    assert found[-1].min_policy_version == version
+    await asyncio.wait_for(engine.resume(), DEADLINE)
+    await _push(subject, subject.weights)
+    [error] = await _all([engine.pause("soon")])  # type: ignore[arg-type]
+    assert isinstance(error, ValueError), error
+
+
+async def check_a_pause_that_keeps(subject: Subject) -> None:
+    """Responses that are held go on with the weights that came meanwhile, and say which token came from which."""
+    engine, old = subject.engine, subject.engine.weights.policy_version
+    tasks = await _begun(subject, 4, temperature=0.0)
+    await asyncio.wait_for(engine.pause("keep"), DEADLINE)
+    new = await _push(subject, subject.other_weights)
+    await asyncio.wait_for(engine.resume(), DEADLINE)
+    found: list[Completion] = await _all(tasks)
+    for completion in found:
+        assert len(completion.response_token_ids) == 64
+        assert completion.finish_reason == "length"
+        assert [span.policy_version for span in completion.version_spans] in ([old], [new], [old, new])
+        if [span.policy_version for span in completion.version_spans] != [old, new]:
+            continue
+        before = completion.version_spans[0].tokens
+        compared = 64 if engine.info.dtype == "float32" else before + 1
+        begun = _part(completion, before)
+        again = msgspec.structs.replace(_request(max_tokens=compared, temperature=0.0), continued=begun)
+        expected = await asyncio.wait_for(engine.generate(again), DEADLINE)
+        assert completion.response_token_ids[:compared] == expected.response_token_ids
+    await _push(subject, subject.weights)
+
+
+async def check_a_pause_that_aborts(subject: Subject) -> None:
+    """Responses end with what they have, and can be continued."""
+    engine = subject.engine
+    tasks = await _begun(subject, 3, temperature=1.0)
+    await asyncio.wait_for(engine.pause("abort"), DEADLINE)
+    late = asyncio.ensure_future(engine.generate(_request()))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(engine.resume(), DEADLINE)
+    found: list[Completion] = await _all([*tasks, late])
+    assert found.pop().finish_reason == "length"
+    for completion in found:
+        tokens = len(completion.response_token_ids)
+        assert (completion.finish_reason, tokens < 64) in (("abort", True), ("length", False))
+        if completion.finish_reason == "abort":
+            whole = await asyncio.wait_for(
+                engine.generate(msgspec.structs.replace(_request(max_tokens=tokens + 4), continued=completion)),
+                DEADLINE,
+            )
+            assert whole.response_token_ids[:tokens] == completion.response_token_ids
+            assert whole.rollout_logprobs[:tokens] == completion.rollout_logprobs
+            assert len(whole.response_token_ids) == tokens + 4
+
+
+async def check_continued_responses(subject: Subject) -> None:
+    """With the same seed, what follows a response that broke off is what would have followed."""
+    engine = subject.engine
+    whole = await asyncio.wait_for(engine.generate(_request(max_tokens=24, seed=11)), DEADLINE)
+    for tokens in (0, 1, 10, 24):
+        request = msgspec.structs.replace(_request(max_tokens=24, seed=11), continued=_part(whole, tokens))
+        found = await asyncio.wait_for(engine.generate(request), DEADLINE)
+        assert found.rollout_logprobs[:tokens] == whole.rollout_logprobs[:tokens]
+        assert (len(found.response_token_ids), found.finish_reason) == (24, "length")
+        assert len(found.version_spans) == 1
+        if engine.info.dtype == "float32":
+            assert found.response_token_ids == whole.response_token_ids
+    elsewhere = msgspec.structs.replace(_request((3, 2, 1)), continued=_part(whole, 3))
+    ended = msgspec.structs.replace(_request(max_tokens=48), continued=whole)
+    refused = await _all([engine.generate(elsewhere), engine.generate(ended)])
+    assert [error.reason for error in refused] == ["bad_continuation", "bad_continuation"]
+
+
+async def check_metrics(subject: Subject) -> None:
+    """It counts what it did, and what failed by reason; nothing runs or waits when all have ended."""
+    engine = subject.engine
+    before = await asyncio.wait_for(engine.metrics(), DEADLINE)
+    await _all([*(engine.generate(_request(max_tokens=5)) for _ in range(3)), engine.generate(_request(()))])
+    after = await asyncio.wait_for(engine.metrics(), DEADLINE)
+    assert (after.running, after.waiting) == (0, 0)
+    assert after.completed - before.completed == 3
+    assert after.response_tokens - before.response_tokens == 15
+    assert after.failed.get("empty_prompt", 0) - before.failed.get("empty_prompt", 0) == 1
+
+
+def _part(whole: Completion, tokens: int) -> Completion:
+    """The beginning of a response, as if it had been told to stop there."""
+    version = whole.min_policy_version
+    return msgspec.structs.replace(
+        whole,
+        response_token_ids=whole.response_token_ids[:tokens],
+        rollout_logprobs=whole.rollout_logprobs[:tokens],
+        version_spans=(VersionSpan(version, tokens),),
+        finish_reason="abort",
+    )
+
+
 async def check_health(subject: Subject) -> None:
     """It answers, also while it samples."""
     busy = asyncio.ensure_future(subject.engine.generate(_request(max_tokens=64)))
@@ -266,6 +409,12 @@ CONTRACT: tuple[Callable[[Subject], Awaitable[None]], ...] = (
     check_updates_wait_for_requests,
     check_cancelled_requests_end,
     check_sleep,
+    check_streams,
+    check_a_pause_that_waits,
+    check_a_pause_that_keeps,
+    check_a_pause_that_aborts,
+    check_continued_responses,
+    check_metrics,
     check_health,
 )
 """Every promise but the end's."""
