@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -80,8 +80,9 @@ def push(engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor]]) -> str:
     return update.digest
 
 
-def sample(engine: RolloutEngine) -> list[Completion]:
-    requests = [
+def sample(engine: RolloutEngine, wanted: Sequence[GenerateRequest] | None = None) -> list[Completion]:
+    """What the engine answers; unless told otherwise, a few tokens to each of PROMPTS."""
+    requests = wanted or [
         GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=8, seed=i))
         for i, prompt in enumerate(PROMPTS)
     ]
