@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -288,11 +289,23 @@ def _arguments(config: EngineConfig, *, dtype: str, eager: bool) -> dict[str, An
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if config.engine_args.get("enable_sleep_mode"):
+        _check_allocator()
     if config.device == "cpu":
         if config.engine_args.get("enable_sleep_mode"):
             raise ValueError("engine_args may not set 'enable_sleep_mode' on a CPU: there is no memory to give back")
         arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
     return arguments | config.engine_args
+
+
+def _check_allocator() -> None:
+    """Sleep takes memory from under torch's allocator, which must not grow its segments then."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            raise ValueError(
+                f"{name} sets expandable_segments:True, and an engine with enable_sleep_mode cannot run with it: "
+                "unset it in the engine's process"
+            )
 
 
 def _sampling_params(sampling: SamplingParams, *, before: int, recorded: bool) -> Any:
