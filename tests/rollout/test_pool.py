@@ -154,6 +154,7 @@ def test_a_response_goes_on_elsewhere_behind_what_a_failed_engine_had_sampled():
         answer = asyncio.ensure_future(pool.generate(request("r", tokens=9, seed=7)))
         await slow.stands_still()
         closing = asyncio.ensure_future(slow.engine.close())
+        await asyncio.sleep(0)  # it has told the engine's thread
         slow.going.set()
         completion = await answer
         await closing

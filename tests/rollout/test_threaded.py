@@ -312,3 +312,142 @@ def test_requests_sent_together_start_together():
 
     run(scenario())
     assert started[0] == 64
+
+
+class Steps:
+    """Lets a scripted engine, which gives a token in a step, make only the steps that it is given."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self._given = threading.Semaphore(0)
+        self._asked = threading.Semaphore(0)
+        backend = engine._loop._backend
+        step = backend.step
+
+        def given():
+            self._asked.release()
+            assert self._given.acquire(timeout=DEADLINE), "the test gave no more steps"
+            return step()
+
+        backend.step = given
+
+    async def give(self, steps: int) -> None:
+        self._given.release(steps)
+        for _ in range(steps):
+            assert await asyncio.to_thread(self._asked.acquire, timeout=DEADLINE)
+
+    async def when_asked(self, job: Awaitable, *, last: int = 1) -> object:
+        """Await a job that reaches the engine while it is in a step, then let that step, and ``last`` in all, end."""
+        task = asyncio.ensure_future(job)
+        await asyncio.sleep(0)
+        self._given.release(last)
+        return await task
+
+
+async def caught_after_three(engine: ScriptedEngine, mode: str) -> tuple[Steps, asyncio.Task, asyncio.Task]:
+    """One request that has 3 of its 6 tokens and one that has none, when the engine is told to pause."""
+    steps = Steps(engine)
+    wanted = [
+        GenerateRequest(request_id=name, prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=6))
+        for name in ("first", "second")
+    ]
+    tasks = [asyncio.ensure_future(engine.generate(each)) for each in wanted]
+    assert await asyncio.to_thread(steps._asked.acquire, timeout=DEADLINE)
+    await steps.give(2)
+    await steps.when_asked(engine.pause(mode), last=1 if mode != "wait" else 10)
+    return steps, *tasks
+
+
+def one_token_a_step() -> ScriptedEngine:
+    return ScriptedEngine(
+        respond=lambda request: [10 + i for i in range(6)], shapes=SHAPES, digest=sha256_digest, tokens_per_step=1
+    )
+
+
+def test_what_a_pause_keeps_goes_on_with_the_new_weights_and_says_which_token_is_whose():
+    engine = one_token_a_step()
+
+    async def scenario():
+        steps, *tasks = await caught_after_three(engine, "keep")
+        held = (await engine.metrics(), [task.done() for task in tasks])
+        await engine.update_weights(update(7))
+        await engine.update_weights(update(8))
+        await engine.resume()
+        steps._given.release(9)
+        found = await asyncio.gather(*tasks)
+        await engine.close()
+        return held, found
+
+    (metrics, done), (first, second) = run(scenario())
+    assert (metrics.running, metrics.waiting, done) == (1, 1, [False, False])
+    assert first.response_token_ids == second.response_token_ids == (10, 11, 12, 13, 14, 15)
+    assert [(span.policy_version, span.tokens) for span in first.version_spans] == [(0, 3), (8, 3)]
+    assert [(span.policy_version, span.tokens) for span in second.version_spans] == [(8, 6)]
+
+
+def test_what_a_pause_aborts_ends_with_what_it_has_and_can_be_continued():
+    engine = one_token_a_step()
+
+    async def scenario():
+        steps, *tasks = await caught_after_three(engine, "abort")
+        first, second = await asyncio.gather(*tasks)
+        await engine.update_weights(update(7))
+        await engine.resume()
+        steps._given.release(3)
+        again = GenerateRequest(
+            request_id="again", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=6), continued=first
+        )
+        whole = await engine.generate(again)
+        await engine.close()
+        return first, second, whole
+
+    first, second, whole = run(scenario())
+    assert [(c.response_token_ids, c.finish_reason) for c in (first, second)] == [
+        ((10, 11, 12), "abort"),
+        ((), "abort"),
+    ]
+    assert (whole.response_token_ids, whole.finish_reason) == ((10, 11, 12, 13, 14, 15), "length")
+    assert [(span.policy_version, span.tokens) for span in whole.version_spans] == [(0, 3), (7, 3)]
+
+
+def test_a_pause_that_waits_returns_when_what_was_begun_has_ended():
+    engine = one_token_a_step()
+
+    async def scenario():
+        steps, *tasks = await caught_after_three(engine, "wait")
+        done = [task.done() for task in tasks]
+        late = asyncio.ensure_future(engine.generate(request("late")))
+        await engine.update_weights(update(7))
+        waiting = (await engine.metrics()).waiting
+        await engine.resume()
+        steps._given.release(6)
+        found = [*(await asyncio.gather(*tasks)), await late]
+        await engine.close()
+        return done, waiting, found
+
+    done, waiting, (first, second, late) = run(scenario())
+    assert (done, waiting) == ([True, True], 1)
+    assert {first.max_policy_version, second.max_policy_version} == {0}
+    assert late.version_spans[0].policy_version == 7
+
+
+def test_what_is_kept_fails_by_name_when_the_weights_that_came_are_broken():
+    engine = one_token_a_step()
+
+    async def scenario():
+        _, *tasks = await caught_after_three(engine, "keep")
+
+        def broken(_tensors: object) -> None:
+            raise OSError("half-way")
+
+        engine._loop._backend.load = broken
+        [refused] = await asyncio.gather(engine.update_weights(update(7)), return_exceptions=True)
+        await engine.resume()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.close()
+        return refused, found
+
+    refused, (first, second) = run(scenario())
+    assert isinstance(refused, WeightsRefused)
+    assert [error.reason for error in (first, second)] == ["stale_weights", "stale_weights"]
+    assert (first.partial.response_token_ids, second.partial.response_token_ids) == ((10, 11, 12), ())
+    assert [(span.policy_version, span.tokens) for span in first.partial.version_spans] == [(0, 3)]

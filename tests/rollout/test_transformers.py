@@ -4,10 +4,12 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from drivetrain_rollout import Completion, EngineConfig, GenerateRequest, SamplingParams, WeightUpdate
+from drivetrain_rollout import Completion, EngineConfig, GenerateRequest, SamplingParams, VersionSpan, WeightUpdate
+from drivetrain_rollout._checks import completion
 from drivetrain_rollout.testing import (
     CONTRACT,
     Subject,
@@ -17,7 +19,7 @@ from drivetrain_rollout.testing import (
     sha256_digest,
     write_tiny_model,
 )
-from drivetrain_rollout.transformers import TransformersEngine
+from drivetrain_rollout.transformers import TransformersEngine, _TransformersBackend
 from transformers import MistralConfig, MistralForCausalLM
 
 DEADLINE = 60.0
@@ -117,6 +119,89 @@ def test_draws_follow_the_models_distribution(models, subject):
     assert ((counts - 3000 * probs) ** 2 / (3000 * probs)).sum() < 110
 
 
+class Batch:
+    """The model without the engine's thread: steps one at a time, so that who runs beside whom is certain."""
+
+    def __init__(self, model: Path, **config: Any) -> None:
+        self.backend = _TransformersBackend(EngineConfig(engine="transformers", model=str(model), **config))
+        self.requests: dict[int, GenerateRequest] = {}
+        self.ended: dict[int, Completion] = {}
+
+    def add(self, prompt: tuple[int, ...], max_tokens: int) -> int:
+        key = len(self.requests)
+        sampling = SamplingParams(max_tokens=max_tokens, seed=100 + key)
+        request = GenerateRequest(request_id=str(key), prompt_token_ids=prompt, sampling=sampling)
+        self.requests[key] = request
+        self.backend.add(key, request)
+        return key
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for sampled in self.backend.step():
+                self.ended[sampled.key] = completion(
+                    self.requests[sampled.key],
+                    token_ids=sampled.token_ids,
+                    logprobs=sampled.logprobs,
+                    finish_reason=sampled.finish_reason,
+                    spans=[VersionSpan(0, len(sampled.token_ids))],
+                )
+
+    def sampled(self, *keys: int) -> list[int]:
+        return [len(each.token_ids) for each in self.backend.progress(keys)]
+
+
+def test_requests_join_what_runs_and_leave_it_and_draw_what_they_draw_alone(models):
+    batch = Batch(models[0])
+    long = batch.add((1, 2, 3), 40)
+    batch.step(5)
+    short = [batch.add(prompt, 2 + i) for i, prompt in enumerate(PROMPTS[4:8])]
+    batch.step()
+    assert batch.sampled(long, *short) == [5, 1, 1, 1, 1]
+    batch.step()
+    assert batch.sampled(long, *short[1:]) == [6, 2, 2, 2]
+    batch.backend.abort(short[3])
+    later = batch.add(PROMPTS[11], 3)
+    batch.step(5)
+    assert sorted(batch.ended) == [*short[:3], later]
+    batch.step(40)
+    assert sorted(batch.ended) == [long, *short[:3], later]
+    found = list(batch.ended.values())
+    assert worst(found, reference_logprobs(models[0], found, temperature=1.0)) < 1e-4
+    for key, beside_others in batch.ended.items():
+        alone = Batch(models[0])
+        alone.requests = dict.fromkeys(range(key), batch.requests[key])
+        alone.add(batch.requests[key].prompt_token_ids, batch.requests[key].sampling.max_tokens)
+        alone.step(40)
+        assert alone.ended[key].response_token_ids == beside_others.response_token_ids
+
+
+def test_no_more_than_max_num_seqs_run_and_the_next_begins_when_one_ends(models):
+    batch = Batch(models[0], max_num_seqs=2)
+    keys = [batch.add((1, 2, 3), tokens) for tokens in (3, 8, 8, 8)]
+    batch.step(2)
+    assert (batch.sampled(*keys), batch.backend.usage().waiting) == ([2, 2, 0, 0], 2)
+    batch.step(2)
+    assert (list(batch.ended), batch.sampled(*keys[1:]), batch.backend.usage().waiting) == ([0], [3, 1, 0], 1)
+    batch.step(40)
+    assert sorted(batch.ended) == keys
+
+
+def test_what_is_held_goes_on_with_the_weights_that_came(models, subject):
+    batch = Batch(models[0], max_num_seqs=3)
+    keys = [batch.add(prompt, 12) for prompt in PROMPTS[:4]]
+    batch.step(5)
+    assert batch.backend.drain() == []
+    assert batch.sampled(*keys) == [5, 5, 5, 0]
+    batch.backend.load(dict(subject.other_weights))
+    assert batch.sampled(*keys) == [5, 5, 5, 0]
+    batch.step(40)
+    found = [batch.ended[key] for key in keys]
+    of_old, of_new = (reference_logprobs(folder, found, temperature=1.0) for folder in models)
+    expected = [old[:held] + new[held:] for old, new, held in zip(of_old, of_new, [5, 5, 5, 0], strict=True)]
+    assert worst(found, expected) < 1e-4
+    assert worst(found, of_old) > 0.1
+
+
 def test_a_sliding_window_sees_the_right_tokens_beside_longer_prompts(tmp_path):
     torch.manual_seed(0)
     config = MistralConfig(
@@ -131,9 +216,15 @@ def test_a_sliding_window_sees_the_right_tokens_beside_longer_prompts(tmp_path):
         sliding_window=4,
     )
     MistralForCausalLM(config).save_pretrained(tmp_path)
-    engine = TransformersEngine(EngineConfig(engine="transformers", model=str(tmp_path)))
-    found = sample(engine, PROMPTS, max_tokens=10)
-    run(engine.close())
+    batch = Batch(tmp_path)
+    first = [batch.add(prompt, 10) for prompt in PROMPTS]
+    batch.step(6)
+    late = batch.add((1, 2, 3, 4, 5, 6), 10)
+    batch.step(3)
+    assert batch.sampled(first[0], late) == [9, 0]  # its cache has forgotten tokens, so that nothing can join it
+    batch.step(20)
+    found = list(batch.ended.values())
+    assert len(found) == len(PROMPTS) + 1
     assert worst(found, reference_logprobs(tmp_path, found, temperature=1.0)) < 1e-4
 
 

@@ -32,6 +32,7 @@ from drivetrain_algorithms import (
     whiten,
 )
 from drivetrain_learner import Learner, LossTerms, PackedBatch, PolicyModel, UpdateResult, ValueModel
+from drivetrain_rollout import derive_seed
 from drivetrain_telemetry import Metric, StageTimer
 
 from drivetrain_ppo.batch import Batch, Scored, make_batch, minibatches
@@ -39,7 +40,6 @@ from drivetrain_ppo.config import AlgorithmConfig, RunConfig
 from drivetrain_ppo.metrics import check_finite_scores, check_logprobs, check_updates, step_metrics, weight_metrics
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.sampling import Collected, Evaluation, Sampler
-from drivetrain_ppo.seeds import derived_seed
 from drivetrain_ppo.weights import Push
 
 Tensor = torch.Tensor
@@ -207,7 +207,7 @@ def split(parts: Parts, batch: Batch, step: int) -> Iterator[PackedBatch]:
     """The minibatches of all epochs, in order; the same for actor and critic."""
     algorithm = parts.config.algorithm
     for epoch in range(algorithm.epochs):
-        yield from minibatches(batch, algorithm.minibatches, seed=derived_seed(parts.config.seed, step, epoch))
+        yield from minibatches(batch, algorithm.minibatches, seed=derive_seed(parts.config.seed, step, epoch))
 
 
 async def update_actor(parts: Parts, minibatch: PackedBatch, scored: Scored, advantages: Tensor) -> UpdateResult:

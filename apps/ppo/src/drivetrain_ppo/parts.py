@@ -15,7 +15,7 @@ import torch.distributed as dist
 from drivetrain_buffer import Ledger, RolloutBuffer
 from drivetrain_learner import Learner, PolicyModel, ValueModel, load_model
 from drivetrain_rewards import InlineRewards, RewardPool, Rewards, exact_match
-from drivetrain_rollout import EngineConfig, Rollout
+from drivetrain_rollout import EngineConfig, EnginePool, PoolConfig, Rollout, derive_seed
 from drivetrain_rollout.remote import PROTOCOL, RemoteEngine
 from drivetrain_sharding import shard_model
 from drivetrain_transport import Endpoint, load_keys
@@ -29,7 +29,6 @@ from drivetrain_ppo.launch import Child
 from drivetrain_ppo.preflight import REWARDS
 from drivetrain_ppo.ranks import Ranks
 from drivetrain_ppo.sampling import Sampler
-from drivetrain_ppo.seeds import derived_seed
 from drivetrain_ppo.warm_start import warm_start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -170,7 +169,7 @@ def wait_for_engines(
     try:
         starts = [
             pool.submit(
-                RemoteEngine, peer, msgspec.structs.replace(settings, seed=derived_seed(config.seed, index) % 2**32)
+                RemoteEngine, peer, msgspec.structs.replace(settings, seed=derive_seed(config.seed, index) % 2**32)
             )
             for index, peer in enumerate(endpoint.peers[: config.rollout.workers])
         ]
@@ -226,7 +225,11 @@ def build_sampler(
 
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     return Sampler(
-        engines=engines,
+        pool=EnginePool(
+            {str(index): engine for index, engine in enumerate(engines)},
+            # Workers do not join later, so there is nobody to wait for.
+            PoolConfig(no_engine_timeout=1.0, seed=config.seed),
+        ),
         prompts=PromptSource(task.prompts.train, seed=config.seed, shuffle=config.data.shuffle),
         held_out=task.prompts.held_out,
         rewards=rewards,

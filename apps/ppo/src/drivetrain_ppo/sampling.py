@@ -11,17 +11,16 @@ from drivetrain_buffer import Ledger, RolloutBuffer
 from drivetrain_rewards import RewardRequest, Rewards, Score, ScoreFailure
 from drivetrain_rollout import (
     Completion,
+    EnginePool,
     GenerateRequest,
     RequestError,
     Rollout,
-    RolloutEngine,
     SamplingParams,
-    WeightWrite,
+    derive_seed,
 )
 
 from drivetrain_ppo.config import RolloutConfig
 from drivetrain_ppo.data import Prompt, PromptSource, PromptState, Tokenizer
-from drivetrain_ppo.seeds import derived_seed
 from drivetrain_ppo.weights import Push
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class Sampler:
     the buffer, or `trained` when the loop says so.
     """
 
-    engines: Sequence[RolloutEngine]
+    pool: EnginePool
     prompts: PromptSource
     held_out: Sequence[Prompt]
     rewards: Rewards
@@ -159,25 +158,17 @@ class Sampler:
         return Evaluation(reward=sum(scores) / len(scores), samples=len(scores), failed=len(failures))
 
     async def push_weights(self, push: Push) -> None:
-        """Give every engine the learner's weights; returns when each holds exactly this version, by digest."""
+        """Give every engine the learner's weights; from here on those serve that hold this version, by digest."""
         version = push.policy_version
         try:
             async with asyncio.timeout(self.config.timeout):
-                states = await asyncio.gather(
-                    *(
-                        engine.write_weights(update)
-                        if isinstance(update, WeightWrite)
-                        else engine.update_weights(update)
-                        for engine, update in zip(self.engines, push.updates, strict=True)
-                    )
-                )
+                state = await self.pool.update_each(lambda name: push.updates[int(name)])
         except TimeoutError:
             raise TimeoutError(
                 f"not every engine held version {version} within {self.config.timeout:g} s of its push"
             ) from None
-        for engine, state in zip(self.engines, states, strict=True):
-            if (state.policy_version, state.digest, state.status) != (version, push.digest, "ready"):
-                raise RuntimeError(f"{engine.info.engine} holds {state} after a push of version {version}")
+        if (state.policy_version, state.digest, state.status) != (version, push.digest, "ready"):
+            raise RuntimeError(f"the engines hold {state} after a push of version {version}")
 
     def state(self) -> SamplerState:
         return SamplerState(prompts=self.prompts.state(), next_sample_id=self.next_sample_id)
@@ -190,15 +181,15 @@ class Sampler:
         """Close buffer and engines. What goes wrong here is logged: it must not hide why the run ended."""
         self.buffer.close()
         async with asyncio.timeout(CLOSE_TIMEOUT):
-            closed = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
-        for error in closed:
-            if isinstance(error, BaseException):
+            try:
+                await self.pool.close()
+            except (RuntimeError, OSError) as error:
                 log.warning("an engine did not close: %s", error)
 
     async def _generate(
         self, prompts: Sequence[Prompt], sample_ids: Sequence[int], *, temperature: float
     ) -> list[Completion | Failure]:
-        async def one(index: int, prompt: Prompt, sample_id: int) -> Completion | Failure:
+        async def one(prompt: Prompt, sample_id: int) -> Completion | Failure:
             request = GenerateRequest(
                 request_id=f"sample-{sample_id}",
                 prompt_token_ids=tuple(prompt.token_ids),
@@ -206,18 +197,19 @@ class Sampler:
                     max_tokens=self.config.max_response_tokens,
                     temperature=temperature,
                     stop_token_ids=self.stop_token_ids,
-                    seed=derived_seed(self.seed, sample_id) if temperature else None,
+                    seed=derive_seed(self.seed, sample_id) if temperature else None,
                 ),
+                group_id=sample_id // self.config.samples_per_prompt,
             )
             try:
                 async with asyncio.timeout(self.config.timeout):
-                    return await self.engines[index % len(self.engines)].generate(request)
+                    return await self.pool.generate(request)
             except TimeoutError:
                 return Failure("timeout", f"no answer to request {sample_id} within {self.config.timeout:g} s")
             except RequestError as error:
                 return Failure(error.reason, str(error))
 
-        return await asyncio.gather(*(one(i, *pair) for i, pair in enumerate(zip(prompts, sample_ids, strict=True))))
+        return await asyncio.gather(*map(one, prompts, sample_ids))
 
     async def _score(self, sampled: Sequence[Sampled]) -> list[Score | ScoreFailure]:
         requests = [

@@ -5,6 +5,7 @@ Engines live in modules of their own, which import what they drive: ``drivetrain
 engine of many.
 """
 
+from drivetrain_rollout._pool_config import MemberInfo, PoolConfig
 from drivetrain_rollout.control import AdaptiveBatch, LimitConfig, SawtoothLimit
 from drivetrain_rollout.engine import (
     DigestFunction,
@@ -21,7 +22,7 @@ from drivetrain_rollout.engine import (
     WeightWrite,
     Writer,
 )
-from drivetrain_rollout.pool import EnginePool, MemberInfo, PoolConfig
+from drivetrain_rollout.pool import EnginePool
 from drivetrain_rollout.seeds import derive_seed
 from drivetrain_rollout.types import (
     Chunk,

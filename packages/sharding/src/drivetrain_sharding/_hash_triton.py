@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from drivetrain_sharding import _hash
