@@ -1,16 +1,16 @@
-"""A rollout engine inside a PyTorch loop that you own: REINFORCE on a tiny random Llama.
+"""A pool of rollout engines inside a PyTorch loop that you own: REINFORCE on a tiny random Llama.
 
     python examples/embed_rollout.py
 
-The engine gets the weights after each optimizer step, together with their digest; it serves them only if what arrived
-has that digest. To sample with vLLM instead, take `VLLMEngine` from `drivetrain_rollout.vllm`.
+The engines get the weights after each optimizer step, together with their digest; they serve them only if what arrived
+has that digest. To sample with vLLM instead, take `VLLMEngine` from `drivetrain_rollout.vllm`; the loop stays as it is.
 """
 
 import asyncio
 import tempfile
 
 import torch
-from drivetrain_rollout import EngineConfig, GenerateRequest, RolloutEngine, SamplingParams, WeightUpdate
+from drivetrain_rollout import EngineConfig, EnginePool, GenerateRequest, RolloutEngine, SamplingParams, WeightUpdate
 from drivetrain_rollout.transformers import TransformersEngine
 from drivetrain_sharding import digest, named_tensors
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,10 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 PROMPT, SAMPLING, WANTED = (1, 5), SamplingParams(max_tokens=8), 7
 
 
-def start_engine(model: LlamaForCausalLM) -> RolloutEngine:
+def start_engines(model: LlamaForCausalLM, count: int) -> EnginePool:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return TransformersEngine(EngineConfig(engine="transformers", model=folder), digest=digest)
+        config = EngineConfig(engine="transformers", model=folder)
+        return EnginePool([TransformersEngine(config, digest=digest) for _ in range(count)])
 
 
 async def sample(engine: RolloutEngine, count: int) -> torch.Tensor:
@@ -51,8 +52,8 @@ async def main() -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64))
-    async with start_engine(model) as engine:
-        await train(model, engine, steps=20)
+    async with start_engines(model, 2) as pool:
+        await train(model, pool, steps=20)
 
 
 if __name__ == "__main__":

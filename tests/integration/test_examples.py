@@ -53,6 +53,14 @@ def test_dpo_with_transformers(tmp_path):
     assert accuracies[-1] > 0.7
 
 
+def test_evaluate_in_batches(tmp_path):
+    shown = run(sys.executable, EXAMPLES / "evaluate_in_batches.py", cwd=tmp_path)
+    assert "64 of 64 answered" in shown
+    [score] = numbers(r"mean score ([\d.]+)", shown)
+    assert 0 <= score < 0.5
+    assert len(re.findall(r"engine-\d: serving", shown)) == 2
+
+
 def test_buffer_between_threads(tmp_path):
     shown = run(sys.executable, EXAMPLES / "buffer_between_threads.py", cwd=tmp_path)
     counts = {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", shown)}

@@ -1,37 +1,18 @@
 """The rollout worker: one engine in a process of its own, on this host or another, joined to a run by address."""
 
 import os
-from collections.abc import Callable
 
 from drivetrain_rollout import EngineConfig, RolloutEngine
-
-
-def _vllm(config: EngineConfig) -> RolloutEngine:
-    from drivetrain_rollout.vllm import VLLMEngine
-    from drivetrain_sharding import digest
-
-    from drivetrain_ppo.weights import SharedWriter
-
-    return VLLMEngine(config, digest=digest, writer=SharedWriter())
-
-
-def _transformers(config: EngineConfig) -> RolloutEngine:
-    from drivetrain_rollout.transformers import TransformersEngine
-    from drivetrain_sharding import digest
-
-    from drivetrain_ppo.weights import SharedWriter
-
-    return TransformersEngine(config, digest=digest, writer=SharedWriter())
-
-
-ENGINES: dict[str, Callable[[EngineConfig], RolloutEngine]] = {"vllm": _vllm, "transformers": _transformers}
+from drivetrain_rollout.start import start_engine
 
 
 def build_engine(config: EngineConfig) -> RolloutEngine:
     """The engine a controller asks this worker to host."""
-    if config.engine not in ENGINES:
-        raise ValueError(f"engine {config.engine!r} is unknown; this worker hosts {', '.join(ENGINES)}")
-    return ENGINES[config.engine](config)
+    from drivetrain_sharding import digest
+
+    from drivetrain_ppo.weights import SharedWriter
+
+    return start_engine(config, digest=digest, writer=SharedWriter())
 
 
 def run_worker(address: str, *, keys: str | None, timeout: float) -> None:

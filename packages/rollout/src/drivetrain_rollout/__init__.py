@@ -1,8 +1,8 @@
 """Engines that sample from a policy: token ids in, token ids and log-probs out, with verified weights.
 
 Engines live in modules of their own, which import what they drive: ``drivetrain_rollout.vllm`` and
-``drivetrain_rollout.transformers`` in this process, ``drivetrain_rollout.remote`` in another. ``EnginePool`` makes one
-engine of many.
+``drivetrain_rollout.transformers`` in this process (``drivetrain_rollout.start`` starts one by its word),
+``drivetrain_rollout.remote`` in another. ``EnginePool`` makes one engine of many.
 """
 
 from drivetrain_rollout._pool_config import MemberInfo, PoolConfig

@@ -12,8 +12,10 @@
 A worker has one engine at a time. It returns when its controller says goodbye or is lost.
 """
 
+from drivetrain_transport import load_keys
+
 from drivetrain_rollout.remote._engine import RemoteEngine
 from drivetrain_rollout.remote._messages import PROTOCOL
 from drivetrain_rollout.remote._worker import serve
 
-__all__ = ["PROTOCOL", "RemoteEngine", "serve"]
+__all__ = ["PROTOCOL", "RemoteEngine", "load_keys", "serve"]
