@@ -7,7 +7,7 @@ them, and with them in its flat form), ours with log-probs, which it always retu
 in batches. Model, lengths, vLLM settings and what is drawn from are the same; weights are random. Then weights are
 replaced while ours samples: what that takes is compared with the same update of an idle engine.
 
-`--tiny` is a rehearsal on a CPU.
+`--shape tiny` is a rehearsal on a CPU; `bench_rollout.py` runs the same on one with the shape of SmolLM2-135M.
 """
 
 import argparse
@@ -23,12 +23,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHAPE: dict[str, Any] = {
+QWEN: dict[str, Any] = {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
     "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 4096,
 }  # fmt: skip
-TINY = SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "vocab_size": 2048}  # fmt: skip
+SHAPES = {
+    "1.5b": QWEN,
+    "135m": QWEN | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+                    "num_key_value_heads": 3, "vocab_size": 49152},
+    "tiny": QWEN | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+                    "vocab_size": 2048},
+}  # fmt: skip
+"""The first is for a GPU, the others for a CPU."""
 OWED = {"sampled": 1.2, "flat": 1.2, "none": 0.98, "generate": 3.2}
 """Ours over each of them."""
 
@@ -36,13 +42,14 @@ OWED = {"sampled": 1.2, "flat": 1.2, "none": 0.98, "generate": 3.2}
 class Work:
     """What is sampled in a round, the same for all."""
 
-    def __init__(self, *, tiny: bool) -> None:
-        self.device = "cpu" if tiny else "cuda"
+    def __init__(self, shape: str) -> None:
+        on_gpu = shape == "1.5b"
+        self.device = "cuda" if on_gpu else "cpu"
         self.prompts, self.prompt_tokens, self.response_tokens, self.at_once = (
-            (64, 16, 32, 32) if tiny else (1024, 128, 256, 512)
+            (1024, 128, 256, 512) if on_gpu else (64, 16, 32, 32)
         )
-        self.shape = TINY if tiny else SHAPE
-        self.dtype = "float32" if tiny else "bfloat16"
+        self.shape = SHAPES[shape]
+        self.dtype = "float32" if shape == "tiny" else "bfloat16"
         self.tokens = self.prompts * self.response_tokens
 
     def prompt(self, index: int, count: int) -> list[int]:
@@ -225,24 +232,27 @@ def serve_generate(work: Work, folder: str) -> Callable[[str, int], dict[str, An
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, work.dtype)).eval()
     batch = work.prompts // 4
+    done = work.prompts if work.device == "cpu" else batch  # on a GPU the others follow from the first batch
 
     def answer(kind: str, count: int) -> dict[str, Any]:
         if kind == "close":
             return {}
         tokens = work.response_tokens if count else 4  # the first round warms up
         start = time.perf_counter()
-        ids = torch.tensor([work.prompt(index, count) for index in range(batch)], device=work.device)
-        found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            pad_token_id=0,
-        ).cpu()
-        assert found.shape == (batch, work.prompt_tokens + tokens)
-        return {"seconds": (time.perf_counter() - start) * work.prompts / batch}
+        for first in range(0, done, batch):
+            prompts = [work.prompt(index, count) for index in range(first, first + batch)]
+            ids = torch.tensor(prompts, device=work.device)
+            found = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                pad_token_id=0,
+            ).cpu()
+            assert found.shape == (batch, work.prompt_tokens + tokens)
+        return {"seconds": (time.perf_counter() - start) * work.prompts / done}
 
     return answer
 
@@ -255,8 +265,8 @@ KINDS = {"none": "bare", "sampled": "bare", "flat": "bare", "ours": "ours", "poo
 class Child:
     """One of the processes; it answers a line with a line."""
 
-    def __init__(self, role: str, folder: str, *, tiny: bool) -> None:
-        command = [sys.executable, __file__, "--role", role, "--folder", folder, *(["--tiny"] if tiny else [])]
+    def __init__(self, role: str, folder: str, shape: str) -> None:
+        command = [sys.executable, __file__, "--role", role, "--folder", folder, "--shape", shape]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, kind: str, count: int) -> dict[str, Any]:
@@ -274,8 +284,8 @@ class Child:
         raise RuntimeError("a process of this benchmark has ended early; its error is above")
 
 
-def be(role: str, folder: str, *, tiny: bool) -> None:
-    answer = ROLES[role](Work(tiny=tiny), folder)
+def be(role: str, folder: str, shape: str) -> None:
+    answer = ROLES[role](Work(shape), folder)
     print("ANSWER {}", flush=True)
     for line in sys.stdin:
         kind, count = line.split()
@@ -287,28 +297,33 @@ def be(role: str, folder: str, *, tiny: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role:
-        be(arguments.role, arguments.folder, tiny=arguments.tiny)
+        be(arguments.role, arguments.folder, arguments.shape)
         return
-    work = Work(tiny=arguments.tiny)
+    work = Work(arguments.shape)
     with tempfile.TemporaryDirectory() as folder:
         measure(work, folder, arguments)
 
 
-def measure(work: Work, folder: str, arguments: argparse.Namespace) -> None:
+def write_config(work: Work, folder: str) -> None:
+    """All that the engines need, since their weights are random."""
     from transformers import Qwen2Config
 
     Qwen2Config(architectures=["Qwen2ForCausalLM"], **work.shape).save_pretrained(folder)
+
+
+def measure(work: Work, folder: str, arguments: argparse.Namespace) -> None:
+    write_config(work, folder)
     children: dict[str, Child] = {}
     start = time.perf_counter()
     try:
         for role in ROLES:
-            children[role] = Child(role, folder, tiny=arguments.tiny)
+            children[role] = Child(role, folder, arguments.shape)
             children[role].hear()
             print(f"{role} is up, {time.perf_counter() - start:.0f} s", flush=True)
         seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
