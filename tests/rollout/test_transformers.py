@@ -194,6 +194,8 @@ def test_what_is_held_goes_on_with_the_weights_that_came(models, subject):
     assert batch.sampled(*keys) == [5, 5, 5, 0]
     batch.backend.load(dict(subject.other_weights))
     assert batch.sampled(*keys) == [5, 5, 5, 0]
+    batch.step()
+    assert batch.sampled(*keys) == [6, 6, 6, 0]  # before those that have not begun
     batch.step(40)
     found = [batch.ended[key] for key in keys]
     of_old, of_new = (reference_logprobs(folder, found, temperature=1.0) for folder in models)
