@@ -7,7 +7,9 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from drivetrain_rollout import (
@@ -22,6 +24,7 @@ from drivetrain_rollout.remote import PROTOCOL, RemoteEngine, serve
 from drivetrain_rollout.remote import _engine as remote_engine
 from drivetrain_rollout.testing import CONTRACT, ScriptedEngine, Subject, check_close, sha256_digest
 from drivetrain_transport import Endpoint, Peer, PeerLost
+from programs import environment
 
 DEADLINE = 30.0
 SHAPES = {"a": (4, 2), "b": (3,), "c": ()}
@@ -370,6 +373,71 @@ def test_a_killed_worker_fails_the_requests_in_flight_and_the_later_ones():
     assert isinstance(later[0], RequestError)
     assert isinstance(later[1], RuntimeError)
     assert engine.weights.status == "refused"
+
+
+def paced_worker(endpoint: Endpoint, pace: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(Path(__file__).with_name("pool_worker.py")), endpoint.address, "w0", pace]
+    return subprocess.Popen(command, env=environment())
+
+
+def long_request(name: str) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=100, seed=3))
+
+
+def test_a_response_is_told_over_the_wire_as_it_grows():
+    with Endpoint.bind(protocol=PROTOCOL) as endpoint, paced_worker(endpoint, "0.02") as process:
+        try:
+            engine = RemoteEngine(endpoint.wait_for_peer(DEADLINE), CONFIG)
+
+            async def scenario() -> None:
+                chunks = [chunk async for chunk in engine.stream(long_request("r"), every=0.05)]
+                assert len(chunks) > 3
+                completion = chunks[-1].completion
+                assert completion is not None
+                tokens = tuple(token for chunk in chunks for token in chunk.response_token_ids)
+                assert tokens == completion.response_token_ids
+                async for _ in engine.stream(long_request("left"), every=0.02):
+                    break
+                while (await engine.metrics()).running:
+                    await asyncio.sleep(0.01)
+
+            run(scenario())
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("progress", [0.02, None])
+def test_what_a_killed_worker_had_told_is_known(progress: float | None):
+    with Endpoint.bind(protocol=PROTOCOL) as endpoint, paced_worker(endpoint, "0.02") as process:
+        try:
+            engine = RemoteEngine(endpoint.wait_for_peer(DEADLINE), CONFIG, progress=progress)
+
+            async def scenario() -> RequestError:
+                answer = asyncio.ensure_future(engine.generate(long_request("r")))
+                while (await engine.metrics()).running == 0:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.2)
+                process.kill()
+                [error] = await asyncio.gather(answer, return_exceptions=True)
+                return error
+
+            error = run(scenario())
+        finally:
+            process.kill()
+    assert error.reason == "engine_failed"
+    if progress is None:
+        assert error.partial is None
+        return
+    assert error.partial.finish_reason == "abort"
+    assert 0 < len(error.partial.response_token_ids) < 100
+
+    async def alone() -> None:
+        async with ScriptedEngine() as other:
+            whole = await other.generate(long_request("r"))
+            continued = msgspec.structs.replace(long_request("r"), continued=error.partial)
+            assert (await other.generate(continued)).response_token_ids == whole.response_token_ids
+
+    run(alone())
 
 
 def test_no_controller_is_an_error_that_names_the_address():

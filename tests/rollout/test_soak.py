@@ -66,7 +66,7 @@ class Workers:
         while not (peers := [peer for peer in self.endpoint.peers if peer.name == name]):
             assert time.monotonic() < deadline, f"{name} did not join"
             time.sleep(0.02)
-        return name, RemoteEngine(peers[0], EngineConfig(engine="scripted", model="none", seed=1))
+        return name, RemoteEngine(peers[0], EngineConfig(engine="scripted", model="none", seed=1), progress=0.02)
 
     def kill(self, name: str) -> None:
         worker = self.alive.pop(name)

@@ -32,6 +32,8 @@ from drivetrain_ppo.sampling import Sampler
 from drivetrain_ppo.warm_start import warm_start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+REPORTS = 2.0
+"""Seconds between a worker's reports of what its running responses have: that goes on elsewhere when it dies."""
 Progress = Callable[[str], None]
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -169,7 +171,10 @@ def wait_for_engines(
     try:
         starts = [
             pool.submit(
-                RemoteEngine, peer, msgspec.structs.replace(settings, seed=derive_seed(config.seed, index) % 2**32)
+                RemoteEngine,
+                peer,
+                msgspec.structs.replace(settings, seed=derive_seed(config.seed, index) % 2**32),
+                progress=REPORTS,
             )
             for index, peer in enumerate(endpoint.peers[: config.rollout.workers])
         ]

@@ -1,12 +1,12 @@
-"""The stream of a response whose completion comes from elsewhere than its chunks."""
+"""What is known of a response before it has ended."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 
-from drivetrain_rollout._checks import after
-from drivetrain_rollout.types import Chunk, Completion, GenerateRequest
+from drivetrain_rollout._checks import after, joined
+from drivetrain_rollout.types import Chunk, Completion, GenerateRequest, Timings
 
 
 async def stream_of(
@@ -34,3 +34,19 @@ async def stream_of(
         version_spans=after(completion.version_spans, told),
         completion=completion,
     )
+
+
+def grown(request: GenerateRequest, known: Completion | None, chunk: Chunk) -> Completion:
+    """What is known of a response after another chunk."""
+    if chunk.completion is not None:
+        return chunk.completion
+    new = Completion(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        response_token_ids=chunk.response_token_ids,
+        rollout_logprobs=chunk.rollout_logprobs,
+        finish_reason="abort",
+        version_spans=chunk.version_spans,
+        timings=Timings(attempts=0),
+    )
+    return new if known is None else joined(known, new)

@@ -121,6 +121,8 @@ class Recorder:
                 held = len(self._table)
                 self._free.extend(range(held, 2 * held))
                 self._table = torch.cat([self._table, self._empty(held)])
+                if self._reader is not None:
+                    self._reader.wait_stream(torch.cuda.current_stream(self._device))  # the copy is under way
             self._slots[request_id] = self._free.pop()
             given.append(self._slots[request_id])
         index = torch.tensor(given)

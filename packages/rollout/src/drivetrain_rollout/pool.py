@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from drivetrain_rollout._checks import check_request, joined
+from drivetrain_rollout._checks import check_request
 from drivetrain_rollout._members import Member, Members, Waiter
 from drivetrain_rollout._pool_config import ELSEWHERE, MemberInfo, PoolConfig
-from drivetrain_rollout._streams import stream_of
+from drivetrain_rollout._streams import grown, stream_of
 from drivetrain_rollout.engine import (
     EngineInfo,
     EngineMetrics,
@@ -37,7 +37,7 @@ from drivetrain_rollout.engine import (
     WeightUpdate,
     WeightWrite,
 )
-from drivetrain_rollout.types import Chunk, Completion, GenerateRequest, Timings
+from drivetrain_rollout.types import Chunk, Completion, GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class EnginePool(RolloutEngine):
 
         async def ask(engine: RolloutEngine, request: GenerateRequest) -> Completion:
             async for chunk in engine.stream(request, every=max(0.1, (self._config.deadline or 0) / 20)):
-                known[0] = _grown(request, known[0], chunk)
+                known[0] = grown(request, known[0], chunk)
             assert chunk.completion is not None
             return chunk.completion
 
@@ -476,19 +476,3 @@ class EnginePool(RolloutEngine):
         for error in found:
             if isinstance(error, BaseException):
                 raise error
-
-
-def _grown(request: GenerateRequest, known: Completion | None, chunk: Chunk) -> Completion:
-    """What is known of a response after another chunk."""
-    if chunk.completion is not None:
-        return chunk.completion
-    new = Completion(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        response_token_ids=chunk.response_token_ids,
-        rollout_logprobs=chunk.rollout_logprobs,
-        finish_reason="abort",
-        version_spans=chunk.version_spans,
-        timings=Timings(attempts=0),
-    )
-    return new if known is None else joined(known, new)

@@ -4,8 +4,8 @@
     Endpoint.bind(protocol=PROTOCOL)   ◄── joins ─── serve(address, factory=...)
     RemoteEngine(peer, config)         ── Start ───► factory(config): an engine
     generate                           ── Generate ► what one turn of the event loop asks for, in one message;
-                                       ◄── Ended ───  completions, as they come
-    sleep, wake, health                ────────────► the same call there
+                                       ◄── Ended ───  chunks and completions, as they come
+    pause, sleep, metrics, health, ... ────────────► the same call there
     update_weights                     ── Buckets ─► kept aside while it serves
                                        ── Commit ──► checked and loaded as one update
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -14,6 +14,7 @@ import msgspec
 from drivetrain_transport import PeerLost, RemoteError
 
 from drivetrain_rollout._checks import check_request
+from drivetrain_rollout._streams import grown, stream_of
 from drivetrain_rollout.engine import (
     EngineConfig,
     EngineInfo,
@@ -27,7 +28,7 @@ from drivetrain_rollout.engine import (
     WeightWrite,
 )
 from drivetrain_rollout.remote import _messages as messages
-from drivetrain_rollout.types import Completion, GenerateRequest
+from drivetrain_rollout.types import Chunk, Completion, GenerateRequest
 
 if TYPE_CHECKING:
     from drivetrain_transport import Peer
@@ -38,6 +39,29 @@ BUCKET_BYTES = 64 << 20
 
 CLOSE_TIMEOUT = 180.0
 """Seconds that ending a worker's engine may take."""
+
+
+class _Waiting:
+    """A request whose outcome is to come, and what is known of it."""
+
+    __slots__ = ("chunks", "future", "known", "request")
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        future: asyncio.Future[Completion],
+        chunks: asyncio.Queue[Chunk] | None = None,
+    ) -> None:
+        self.request = request
+        self.future = future
+        self.chunks = chunks
+        self.known: Completion | None = request.continued
+
+    def take(self, chunk: Chunk) -> None:
+        """Another chunk of it has come."""
+        self.known = grown(self.request, self.known, chunk)
+        if self.chunks is not None:
+            self.chunks.put_nowait(chunk)
 
 
 class RemoteEngine(RolloutEngine):
@@ -55,17 +79,22 @@ class RemoteEngine(RolloutEngine):
         timeout: seconds that any one call may take. It can be long, because a call may rightly wait for hundreds of
             responses: that the worker died is noticed within the transport's liveness, and that its engine stands still
             within the engine's own ``stall_timeout``.
+        progress: seconds between reports of what running responses have, so that it is not lost with the worker: the
+            RequestError's ``partial`` holds it. None: no reports, as little traffic as there can be.
 
     Raises:
         ValueError, RuntimeError, TimeoutError: what making the engine raised there.
     """
 
-    def __init__(self, peer: Peer, config: EngineConfig, *, timeout: float = 86400.0) -> None:
+    def __init__(
+        self, peer: Peer, config: EngineConfig, *, timeout: float = 86400.0, progress: float | None = None
+    ) -> None:
         """Blocks until the engine is up. Make several at once in threads of their own."""
         self._peer = peer
         self._timeout = timeout
         self._numbers = itertools.count()
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[GenerateRequest, asyncio.Future[Completion]]]] = {}
+        self._progress = progress
+        self._outbox: dict[asyncio.AbstractEventLoop, list[_Waiting]] = {}
         self._pumps: set[asyncio.Task[None]] = set()
         self._closed = False
         self._refused: Counter[str] = Counter()
@@ -87,58 +116,76 @@ class RemoteEngine(RolloutEngine):
         return self._weights
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        outbox = self._outbox.setdefault(loop, [])
+        if not outbox:
+            loop.call_soon(self._send, loop)
+        waiting = _Waiting(request, loop.create_future())
+        outbox.append(waiting)
+        return await waiting.future
+
+    async def stream(self, request: GenerateRequest, *, every: float = 0.1) -> AsyncIterator[Chunk]:
+        self._check(request)
+        await self._send_now()
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(request, loop.create_future(), asyncio.Queue())
+        self._start_pump(loop, [waiting], every)
+        assert waiting.chunks is not None
+        async for chunk in stream_of(request, waiting.future, waiting.chunks):
+            yield chunk
+
+    def _check(self, request: GenerateRequest) -> None:
         try:
             check_request(request, self._info)
         except RequestError as error:
             self._refused[error.reason] += 1
             raise
         if self._closed:
-            raise RequestError(request.request_id, "engine_closed", "the engine is closed")
-        loop = asyncio.get_running_loop()
-        waiting = self._outbox.setdefault(loop, [])
-        if not waiting:
-            loop.call_soon(self._send, loop)
-        future: asyncio.Future[Completion] = loop.create_future()
-        waiting.append((request, future))
-        return await future
+            raise RequestError(request.request_id, "engine_closed", "the engine is closed", partial=request.continued)
 
     def _send(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send what this turn of the loop has gathered, as one message."""
-        gathered = [(request, future) for request, future in self._outbox.pop(loop, []) if not future.done()]
+        gathered = [waiting for waiting in self._outbox.pop(loop, []) if not waiting.future.done()]
         if gathered:
-            pump = loop.create_task(self._pump(gathered))
-            self._pumps.add(pump)
-            pump.add_done_callback(self._pumps.discard)
+            self._start_pump(loop, gathered, self._progress)
+
+    def _start_pump(self, loop: asyncio.AbstractEventLoop, gathered: list[_Waiting], every: float | None) -> None:
+        pump = loop.create_task(self._pump(gathered, every))
+        self._pumps.add(pump)
+        pump.add_done_callback(self._pumps.discard)
 
     async def _send_now(self) -> None:
         """Let the requests that were made before this go first."""
         self._send(asyncio.get_running_loop())
         await asyncio.sleep(0)
 
-    async def _pump(self, gathered: list[tuple[GenerateRequest, asyncio.Future[Completion]]]) -> None:
+    async def _pump(self, gathered: list[_Waiting], every: float | None) -> None:
         """Take in the outcomes of one message's requests, as they end."""
         number = next(self._numbers)
         pump = asyncio.current_task()
         assert pump is not None
         waiting = dict(enumerate(gathered))
-        for index, (_, future) in waiting.items():
-            future.add_done_callback(partial(self._given_up, pump, number, index))
-        call: Any = messages.Generate(batch=number, requests=tuple(request for request, _ in gathered))
+        for index, one in waiting.items():
+            one.future.add_done_callback(partial(self._given_up, pump, number, index))
+        call: Any = messages.Generate(batch=number, requests=tuple(one.request for one in gathered), every=every)
         try:
             while waiting:
                 reply = await self._peer.call_async(call, timeout=self._timeout)
                 if isinstance(reply, messages.CallFailed):
                     raise RuntimeError(reply.message)
+                for progress in reply.chunks:
+                    waiting[progress.index].take(progress.chunk)
                 for outcome in reply.outcomes:
-                    _settle(waiting.pop(outcome.index)[1], outcome)
+                    _settle(waiting.pop(outcome.index).future, outcome)
                 call = messages.More(batch=number)
         except Exception as error:  # noqa: BLE001 - whatever it was, each of the requests gets it
             self._note_loss(error)
-            for request, future in waiting.values():
-                if not future.done():
-                    failed = RequestError(request.request_id, "engine_failed", str(error))
+            for one in waiting.values():
+                if not one.future.done():
+                    failed = RequestError(one.request.request_id, "engine_failed", str(error), partial=one.known)
                     failed.__cause__ = error
-                    future.set_exception(failed)
+                    one.future.set_exception(failed)
 
     def _given_up(self, pump: asyncio.Task[None], number: int, index: int, future: asyncio.Future[Completion]) -> None:
         # A pump that is cancelled itself gives up all its requests.
@@ -233,7 +280,7 @@ def _settle(future: asyncio.Future[Completion], outcome: messages.Outcome) -> No
         return  # given up
     if outcome.failure is not None:
         failure = outcome.failure
-        future.set_exception(RequestError(failure.request_id, failure.reason, failure.message))
+        future.set_exception(RequestError(failure.request_id, failure.reason, failure.message, partial=failure.partial))
     else:
         assert outcome.completion is not None
         future.set_result(outcome.completion)

@@ -17,7 +17,7 @@ from drivetrain_rollout.engine import (
     WeightsState,
     WeightWrite,
 )
-from drivetrain_rollout.types import Completion, GenerateRequest
+from drivetrain_rollout.types import Chunk, Completion, GenerateRequest
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -31,10 +31,12 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     batch: int
     requests: tuple[GenerateRequest, ...]
+    every: float | None = None
+    """Seconds between chunks of those that run; None: none are told."""
 
 
 class More(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The next responses of a batch to end: Ended."""
+    """The next chunks of a batch, or responses of it to end: Ended."""
 
     batch: int
 
@@ -113,6 +115,7 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     reason: RequestErrorReason
     message: str
+    partial: Completion | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,10 +126,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     failure: RequestFailed | None = None
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk of a response that runs, by its request's index in the batch."""
+
+    index: int
+    chunk: Chunk
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """At least one outcome of a batch, each of which is told once."""
+    """Outcomes of a batch, and before them chunks, at least one in all; each is told once."""
 
     outcomes: tuple[Outcome, ...]
+    chunks: tuple[Progress, ...] = ()
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -169,5 +180,5 @@ PROTOCOL = Protocol(
     | Health
     | Stop,
     replies=Started | Ended | Measured | Done | CallFailed,
-    version="drivetrain-rollout/3",
+    version="drivetrain-rollout/4",
 )

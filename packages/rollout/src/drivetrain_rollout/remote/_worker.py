@@ -54,22 +54,32 @@ def serve(
 class Batch:
     """Requests that came in one message, and what has ended of them and was not told yet."""
 
-    def __init__(self, engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, engine: RolloutEngine, requests: Sequence[GenerateRequest], every: float | None) -> None:
         self.untold = len(requests)
         self._ended: list[messages.Outcome] = []
+        self._chunks: list[messages.Progress] = []
         self._some_ended = asyncio.Event()
         self._tasks: list[asyncio.Task[Completion]] = []
         for index, request in enumerate(requests):
-            task = asyncio.ensure_future(engine.generate(request))
+            answer = engine.generate(request) if every is None else self._follow(engine, index, request, every)
+            task = asyncio.ensure_future(answer)
             task.add_done_callback(partial(self._end, index, request.request_id))
             self._tasks.append(task)
+
+    async def _follow(self, engine: RolloutEngine, index: int, request: GenerateRequest, every: float) -> Completion:
+        async for chunk in engine.stream(request, every=every):
+            if chunk.completion is not None:
+                return chunk.completion
+            self._chunks.append(messages.Progress(index=index, chunk=chunk))
+            self._some_ended.set()
+        raise AssertionError("a stream ends with its completion")
 
     def _end(self, index: int, request_id: str, task: asyncio.Task[Completion]) -> None:
         self._ended.append(_outcome(index, request_id, task))
         self._some_ended.set()
 
     async def next(self) -> messages.Ended:
-        """What has ended since the last time; waits until something has. Giving up on it gives up the batch."""
+        """What has ended or come since the last time; waits until something has. Giving up on it gives up the batch."""
         try:
             await self._some_ended.wait()
         except asyncio.CancelledError:
@@ -78,8 +88,9 @@ class Batch:
             raise
         self._some_ended.clear()
         ended, self._ended = self._ended, []
+        chunks, self._chunks = self._chunks, []
         self.untold -= len(ended)
-        return messages.Ended(outcomes=tuple(ended))
+        return messages.Ended(outcomes=tuple(ended), chunks=tuple(chunks))
 
     def abort(self, index: int) -> None:
         """Stop one request."""
@@ -94,7 +105,9 @@ def _outcome(index: int, request_id: str, task: asyncio.Task[Completion]) -> mes
         return messages.Outcome(index=index, completion=task.result())
     elif not isinstance(error, RequestError):
         error = RequestError(request_id, "engine_failed", repr(error))  # the engine broke its contract
-    failure = messages.RequestFailed(request_id=error.request_id, reason=error.reason, message=error.message)
+    failure = messages.RequestFailed(
+        request_id=error.request_id, reason=error.reason, message=error.message, partial=error.partial
+    )
     return messages.Outcome(index=index, failure=failure)
 
 
@@ -121,7 +134,7 @@ class Worker:
             if engine is None:
                 raise RuntimeError("no engine was started here")
             if isinstance(request, messages.Generate):
-                self._batches[request.batch] = Batch(engine, request.requests)
+                self._batches[request.batch] = Batch(engine, request.requests, request.every)
                 return await self._next(request.batch)
             if isinstance(request, messages.Metrics):
                 return messages.Measured(metrics=await engine.metrics(), weights=engine.weights)
