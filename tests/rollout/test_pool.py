@@ -128,6 +128,19 @@ def test_a_prompt_goes_where_its_beginning_was_unless_that_engine_is_fuller():
     run(scenario())
 
 
+def test_a_beginning_that_all_prompts_share_does_not_crowd_one_engine():
+    async def scenario():
+        engines = [scripted(), scripted()]
+        async with EnginePool(engines) as pool:
+            shared = tuple(range(40)) * 2
+            wanted = [request(str(i), prompt=(*shared, i % 64), group=i) for i in range(200)]
+            await asyncio.gather(*map(pool.generate, wanted))
+        served = [len(added(engine)) for engine in engines]
+        assert max(served) <= 110, served
+
+    run(scenario())
+
+
 def test_more_than_the_limit_wait_in_order():
     async def scenario():
         slow = Slow(stand_at=0)

@@ -16,11 +16,12 @@ from drivetrain_rollout.types import GenerateRequest
 MemberState = Literal["serving", "draining", "stale", "failed"]
 
 REMEMBERED = 4096
-"""Groups and prompts of which it is known who served them last."""
+"""Groups, and beginnings of prompts, of which it is known who has had them."""
 PREFIX = 64
 """Tokens of a prompt by which it is known again."""
 FULLER = 1.5
-"""A request follows its prompt's beginning to an engine that has up to so many times the requests of the emptiest."""
+"""A request goes to an engine that has had its prompt's beginning if that has up to so many times the requests of the
+emptiest. So a beginning that all prompts share is soon known to all, and decides nothing."""
 ALMOST_EMPTY = 8
 """Requests that do not count for that."""
 
@@ -68,7 +69,7 @@ class Members:
         self._members: dict[str, Member] = {}
         self._waiting: deque[Waiter] = deque()
         self._groups: OrderedDict[int, Member] = OrderedDict()
-        self._prefixes: OrderedDict[tuple[int, ...], Member] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[int, ...], set[Member]] = OrderedDict()
 
     def __iter__(self) -> Iterator[Member]:
         with self._lock:
@@ -168,23 +169,24 @@ class Members:
     def _choose(self, request: GenerateRequest) -> Member:
         """The member for a request; its group's own even if that has no room."""
         emptiest = min((member for member in self._members.values() if member.has_room), key=lambda m: m.load)
-        prefix = request.prompt_token_ids[:PREFIX]
         chosen = emptiest
         if request.group_id is not None:
             with_group = self._groups.get(request.group_id)
             if with_group is not None and with_group.state == "serving":
                 return with_group
-        seen = self._prefixes.get(prefix)
-        if seen is not None and seen.has_room and seen.running <= FULLER * max(emptiest.running, ALMOST_EMPTY):
-            chosen = seen
+        prefix = request.prompt_token_ids[:PREFIX]
+        knowing = self._prefixes.get(prefix, set())
+        closest = min((member for member in knowing if member.has_room), key=lambda m: m.load, default=emptiest)
+        if closest.running <= FULLER * max(emptiest.running, ALMOST_EMPTY):
+            chosen = closest
         if request.group_id is not None:
             _remember(self._groups, request.group_id, chosen)
-        _remember(self._prefixes, prefix, chosen)
+        _remember(self._prefixes, prefix, knowing | {chosen})
         return chosen
 
 
-def _remember(known: OrderedDict[Any, Member], key: Any, member: Member) -> None:
-    known[key] = member
+def _remember(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    known[key] = value
     known.move_to_end(key)
     if len(known) > REMEMBERED:
         known.popitem(last=False)
