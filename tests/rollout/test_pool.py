@@ -84,7 +84,8 @@ class Slow:
 
 @pytest.fixture(params=["wait", "keep", "abort"])
 def subject(request) -> Iterator[Subject]:
-    pool = EnginePool([scripted(), scripted(tokens_per_step=3)], PoolConfig(updates=request.param))
+    paced = {"tokens_per_step": 1, "step_seconds": 0.0003}
+    pool = EnginePool([scripted(**paced), scripted(**paced)], PoolConfig(updates=request.param))
     yield Subject(engine=pool, weights=tensors(), other_weights=tensors(1.0), digest=sha256_digest)
     run(pool.close())
 

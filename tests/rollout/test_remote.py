@@ -65,7 +65,7 @@ def worker(
 @pytest.fixture
 def subject() -> Iterator[Subject]:
     def factory(_config: EngineConfig) -> RolloutEngine:
-        return ScriptedEngine(shapes=SHAPES, digest=sha256_digest)
+        return ScriptedEngine(shapes=SHAPES, digest=sha256_digest, tokens_per_step=1, step_seconds=0.0003)
 
     with Endpoint.bind(protocol=PROTOCOL) as endpoint, worker(endpoint, factory) as (peer, _):
         engine = RemoteEngine(peer, CONFIG)

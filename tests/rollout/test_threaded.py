@@ -43,7 +43,7 @@ def run(awaitable: Awaitable):
 
 @pytest.fixture
 def subject() -> Iterator[Subject]:
-    engine = ScriptedEngine(shapes=SHAPES, digest=sha256_digest)
+    engine = ScriptedEngine(shapes=SHAPES, digest=sha256_digest, tokens_per_step=1, step_seconds=0.0003)
     yield Subject(engine=engine, weights=tensors(), other_weights=tensors(1.0), digest=sha256_digest)
     run(engine.close())
 

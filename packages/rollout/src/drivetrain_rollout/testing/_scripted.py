@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ class ScriptedEngine(ThreadedEngine):
         digest: checks every update.
         writer: what ``write_weights`` calls, with no parameters.
         tokens_per_step: how many tokens the request that is served gets in a step; None: its whole response.
+        step_seconds: how long a step takes, at least.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ScriptedEngine(ThreadedEngine):
         writer: Writer | None = None,
         stall_timeout: float = 60.0,
         tokens_per_step: int | None = None,
+        step_seconds: float = 0.0,
     ) -> None:
         self.events: list[str] = []
         info = EngineInfo(
@@ -59,7 +62,7 @@ class ScriptedEngine(ThreadedEngine):
             can_write=True,
         )
         manifest = Manifest(shapes=shapes or {}, aliases={})
-        backend = _ScriptedBackend(info, manifest, self.events, respond, seed, tokens_per_step)
+        backend = _ScriptedBackend(info, manifest, self.events, respond, seed, tokens_per_step, step_seconds)
         config = EngineConfig(engine="scripted", model="none", stall_timeout=stall_timeout)
         super().__init__(lambda: backend, config, digest=digest, writer=writer)
 
@@ -73,6 +76,7 @@ class _ScriptedBackend:
         respond: Callable[[GenerateRequest], Sequence[int]] | None,
         seed: int,
         tokens_per_step: int | None,
+        step_seconds: float,
     ) -> None:
         self.info = info
         self.manifest = manifest
@@ -80,6 +84,7 @@ class _ScriptedBackend:
         self._respond = respond or self._draw
         self._random = random.Random(seed)
         self._tokens_per_step = tokens_per_step
+        self._step_seconds = step_seconds
         self._added: dict[int, GenerateRequest] = {}
         self._sampled: dict[int, list[int]] = {}
         self._responses: dict[int, list[int]] = {}
@@ -104,6 +109,8 @@ class _ScriptedBackend:
 
     def step(self) -> list[Sampled]:
         """Serve the request that was added first."""
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
         key = next(iter(self._added))
         request, token_ids = self._added[key], self._sampled[key]
         if key not in self._responses:
