@@ -29,7 +29,7 @@ from drivetrain_sharding import (
 from gloo_ranks import be_a_rank, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peak_memory import peak_bytes
+from peak_memory import bf16_products_need_no_buffer, peak_bytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 WORLD = 2
@@ -146,6 +146,8 @@ def test_log_probs_take_what_is_predicted(name: str, dtype: torch.dtype, tmp_pat
         "feed-forward": (config_of(inner=1024, layers=4), 4096),
         "attention": (config_of("qwen3", inner=64, num_attention_heads=8, num_key_value_heads=8, layers=4), 4096),
     }[name]
+    if name != "attention" and not bf16_products_need_no_buffer(tmp_path):
+        pytest.skip("this CPU multiplies bf16 matrices with a buffer that a GPU does not need")
     module = build(config, "reference", dtype, torch.bfloat16)
     learner, step = stepper(module, tokens, entropy=False)
     found = measured(module, step, learner, tmp_path)

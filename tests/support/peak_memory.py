@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -21,3 +22,10 @@ def peak_bytes(step: Callable[[], Any], folder: Path) -> int:
         peak = max(peak, now)
     assert events, "the profiler has seen no allocation"
     return peak
+
+
+def bf16_products_need_no_buffer(folder: Path) -> bool:
+    """Whether this CPU multiplies bf16 matrices without a buffer beside the product, as those with AVX512-BF16 do."""
+    inputs, weights = torch.ones(512, 64, dtype=torch.bfloat16), torch.ones(256, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        return peak_bytes(lambda: torch.nn.functional.linear(inputs, weights), folder) == 512 * 256 * 2
